@@ -1,0 +1,49 @@
+"""What can go wrong, one class a kind: the caller's input, a missing capability, a missing backend, a wrong setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hal_attn.refusal import Refusal
+
+
+class HalAttnError(Exception):
+    """Base of every error that `hal_attn` raises on purpose."""
+
+
+class InvalidAttentionInputError(HalAttnError, ValueError):
+    """The caller's tensors or options are wrong.
+
+    `argument` names the parameter; the message says what it was, what is allowed and what to do.
+    """
+
+    def __init__(self, argument: str, got: object, allowed: str, remedy: str = "") -> None:
+        self.argument = argument
+        text = f"{argument}: got {got}; allowed: {allowed}"
+        super().__init__(f"{text}. {remedy}" if remedy else text)
+
+
+class UnsupportedAttentionError(HalAttnError, NotImplementedError):
+    """The input is right, but nothing here can run it; `refusals` maps each backend to its reasons."""
+
+    def __init__(self, message: str, refusals: Sequence[tuple[str, tuple[Refusal, ...]]] = ()) -> None:
+        self.refusals = tuple(refusals)
+        lines = [message]
+        for name, reasons in self.refusals:
+            lines.append(f"  {name}:")
+            lines.extend(f"    - {reason}" for reason in reasons)
+        super().__init__("\n".join(lines))
+
+
+class BackendNotAvailableError(HalAttnError, RuntimeError):
+    """A backend was named that is missing or broken here; the message says how to get it."""
+
+    def __init__(self, message: str, refusals: Sequence[tuple[str, tuple[Refusal, ...]]] = ()) -> None:
+        self.refusals = tuple(refusals)
+        super().__init__(message)
+
+
+class ConfigurationError(HalAttnError, ValueError):
+    """An environment variable or a setting is wrong; the message lists the right values."""

@@ -1,0 +1,106 @@
+"""What is here: the platforms and backends of this process, usable or why not, as values that print as tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hal_attn import settings as environment
+from hal_attn.platform import DeviceInfo, Platform
+from hal_attn.refusal import Refusal
+from hal_attn.registry import Registry, default_registry, describe_exception
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformStatus:
+    """One platform. `available` is False with a `reason` and a `remedy` where it cannot be used here."""
+
+    name: str
+    available: bool
+    reason: str
+    remedy: str
+    versions: tuple[tuple[str, str], ...]
+    devices: tuple[DeviceInfo, ...]
+    process_group_backend: str
+    simulated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """One backend. `reason` is None where it is usable here."""
+
+    name: str
+    platform: str
+    usable: bool
+    reason: Refusal | None
+    install: str
+    simulated: bool
+
+
+def platforms(registry: Registry | None = None) -> tuple[PlatformStatus, ...]:
+    """Every platform: available, devices and versions, or the reason and the remedy. A broken plugin is one of them."""
+    registry = registry or default_registry()
+    found = [_platform_status(registry, platform) for platform in _all(registry)]
+    found += [
+        PlatformStatus(broken.name, False, f"broken plugin: {broken.reason}", "reinstall or remove it", (), (), "", False)
+        for broken in registry.broken
+    ]
+    return tuple(found)
+
+
+def backends(device: torch.device | str | None = None, registry: Registry | None = None) -> tuple[BackendStatus, ...]:
+    """Every backend, or those for tensors on `device`: usable here, or why not.
+
+    Raises:
+        UnsupportedAttentionError: no platform owns `device`.
+    """
+    registry = registry or default_registry()
+    if device is None:
+        chosen = _all(registry)
+    else:
+        chosen = (registry.platform_for(torch.device(device), environment.read()),)
+    return tuple(status for platform in chosen for status in _backend_statuses(registry, platform))
+
+
+def _all(registry: Registry) -> tuple[Platform, ...]:
+    """The platforms, with the simulated one in the place of the real where HAL_ATTN_SIMULATE asks for it."""
+    wanted = environment.read().simulate
+    if wanted is None:
+        return registry.platforms
+    simulated = registry.simulation(wanted)
+    return tuple(simulated if platform.name == simulated.name else platform for platform in registry.platforms)
+
+
+def _platform_status(registry: Registry, platform: Platform) -> PlatformStatus:
+    found = registry.detection(platform)
+    devices: tuple[DeviceInfo, ...] = ()
+    reason, available = found.reason, found.available
+    if available:
+        try:
+            devices = platform.devices()
+        except Exception as error:  # a vendor's driver may fail in any way; the reason is shown
+            reason, available = f"its devices cannot be listed: {describe_exception(error)}", False
+    return PlatformStatus(
+        platform.name,
+        available,
+        reason,
+        found.remedy,
+        found.versions,
+        devices,
+        platform.process_group_backend,
+        platform.simulated,
+    )
+
+
+def _backend_statuses(registry: Registry, platform: Platform) -> list[BackendStatus]:
+    found = registry.detection(platform)
+    statuses = []
+    for backend in platform.backends():
+        reason = registry.unavailable(backend) if found.available else None
+        if not found.available:
+            reason = Refusal("available", found.reason, f"a device of {platform.name}", found.remedy)
+        statuses.append(
+            BackendStatus(backend.name, platform.name, reason is None, reason, backend.install, platform.simulated)
+        )
+    return statuses

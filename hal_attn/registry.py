@@ -1,0 +1,189 @@
+"""Finds the platforms (entry points) and knows their backends; one broken plugin never hides another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+
+import torch
+
+from hal_attn.backend import AttentionBackend
+from hal_attn.errors import ConfigurationError, UnsupportedAttentionError
+from hal_attn.platform import API_VERSION, Detection, Platform
+from hal_attn.refusal import Refusal
+from hal_attn.settings import Settings
+
+GROUP = "hal_attn.platforms"
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenPlatform:
+    """A plugin that could not be taken in, and why."""
+
+    name: str
+    reason: str
+
+
+class Registry:
+    """The platforms of this process and their backends, each asked once.
+
+    Args:
+        sources: by entry-point name, what gives the platform class (an entry point's `load`).
+    """
+
+    def __init__(self, sources: Mapping[str, Callable[[], object]]) -> None:
+        platforms: list[Platform] = []
+        broken: list[BrokenPlatform] = []
+        owners: dict[str, str] = {}
+        for name, load in sources.items():
+            try:
+                platform = _make(name, load)
+                names = [backend.name for backend in platform.backends()]
+                taken = [backend for backend in names if backend in owners or names.count(backend) > 1]
+                if taken:
+                    raise ValueError(f"backend names {taken} are taken, by {owners.get(taken[0], name)}")
+            except Exception as error:  # a plugin may fail in any way; the reason is kept and shown
+                broken.append(BrokenPlatform(name, describe_exception(error)))
+            else:
+                platforms.append(platform)
+                owners.update(dict.fromkeys(names, name))
+        self.platforms = tuple(platforms)
+        self.broken = tuple(broken)
+        self._platform_of = {backend.name: p for p in platforms for backend in p.backends()}
+        self._backends = {backend.name: backend for p in platforms for backend in p.backends()}
+        self._detections: dict[Platform, Detection] = {}
+        self._unavailable: dict[AttentionBackend, Refusal | None] = {}
+        self._simulations: dict[str, Platform] = {}
+
+    @classmethod
+    def from_entry_points(cls) -> Registry:
+        """The platforms that installed distributions declare."""
+        points = sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name)
+        return cls({point.name: point.load for point in points})
+
+    @property
+    def backend_names(self) -> tuple[str, ...]:
+        """Names of all backends of all platforms."""
+        return tuple(self._backends)
+
+    def backend(self, name: str) -> AttentionBackend | None:
+        """The backend of that name, usable or not; None where no platform has it."""
+        return self._backends.get(name)
+
+    def platform_of(self, backend: str) -> Platform:
+        """The platform whose backend this is; KeyError for a name that no platform has."""
+        return self._platform_of[backend]
+
+    def platform(self, name: str) -> Platform | None:
+        """The platform of that name."""
+        return next((platform for platform in self.platforms if platform.name == name), None)
+
+    def detection(self, platform: Platform) -> Detection:
+        """`platform.detect()`, asked once; what it raises becomes the reason."""
+        if platform not in self._detections:
+            try:
+                found = platform.detect()
+            except Exception as error:  # a vendor's library may fail in any way; the reason is kept and shown
+                found = Detection(False, f"detection failed: {describe_exception(error)}", "hal-attn doctor shows more")
+            self._detections[platform] = found
+        return self._detections[platform]
+
+    def unavailable(self, backend: AttentionBackend) -> Refusal | None:
+        """`backend.unavailable()`, asked once; what it raises becomes the reason."""
+        if backend not in self._unavailable:
+            try:
+                reason = backend.unavailable()
+            except Exception as error:  # a vendor's library may fail in any way; the reason is kept and shown
+                remedy = f"reinstall it: {backend.install}" if backend.install else ""
+                reason = Refusal("installed", f"broken: {describe_exception(error)}", "a library that loads", remedy)
+            self._unavailable[backend] = reason
+        return self._unavailable[backend]
+
+    def platform_for(self, device: torch.device, settings: Settings) -> Platform:
+        """The platform that owns tensors on `device`.
+
+        Raises:
+            ConfigurationError: HAL_ATTN_PLATFORM names no platform.
+            UnsupportedAttentionError: no platform (that the settings allow) owns the device.
+        """
+        wanted = settings.platform
+        if wanted is not None and self.platform(wanted) is None:
+            raise ConfigurationError(
+                f"HAL_ATTN_PLATFORM: got {wanted!r}; allowed: {', '.join(p.name for p in self.platforms)}."
+                + "".join(f" {b.name} is broken: {b.reason}." for b in self.broken if b.name == wanted)
+            )
+        if settings.simulate is not None and device.type == "cpu":
+            return self.simulation(settings.simulate)
+        owners = [p for p in self.platforms if p.owns(device)]
+        allowed = [p for p in owners if wanted in (None, p.name)]
+        usable = [p for p in allowed if self.detection(p).available]
+        if usable:
+            return usable[0]
+        if owners and not allowed:
+            reason = f"HAL_ATTN_PLATFORM={wanted} allows only that one; unset it or move the tensors"
+        elif allowed:
+            found = self.detection(allowed[0])
+            reason = f"{allowed[0].name} owns it, but: {found.reason}. {found.remedy}"
+        else:
+            known = ", ".join(f"{p.name} ({p.device_type})" for p in self.platforms)
+            reason = f"platforms here: {known or 'none'}" + "".join(f"; {b.name} is broken: {b.reason}" for b in self.broken)
+        raise UnsupportedAttentionError(f"no platform runs tensors on device {device}: {reason}")
+
+    def simulation(self, wanted: str) -> Platform:
+        """The simulated platform that HAL_ATTN_SIMULATE asks for, as `name` or `name:generation`.
+
+        Raises:
+            UnsupportedAttentionError: that platform brings no simulated kernels.
+        """
+        if wanted not in self._simulations:
+            name, _, generation = wanted.partition(":")
+            real = self.platform(name)
+            simulated = real.simulation(generation or None) if real is not None else None
+            if simulated is None:
+                able = [p.name for p in self.platforms if p.simulation(None) is not None]
+                raise UnsupportedAttentionError(
+                    f"HAL_ATTN_SIMULATE={wanted}: no platform here brings simulated kernels for it "
+                    f"(platforms that do: {', '.join(able) or 'none'}); unset it to run on the CPU"
+                )
+            self._simulations[wanted] = simulated
+        return self._simulations[wanted]
+
+
+def _make(name: str, load: Callable[[], object]) -> Platform:
+    found = load()
+    platform = found() if callable(found) else found
+    if not isinstance(platform, Platform):
+        raise TypeError(f"the entry point gives a {type(platform).__name__}, not a hal_attn.Platform")
+    if platform.api_version != API_VERSION:
+        raise ValueError(f"it was written for API version {platform.api_version}; this is {API_VERSION}")
+    if platform.name != name:
+        raise ValueError(f"the entry point is called {name}, the platform {platform.name}")
+    return platform
+
+
+def describe_exception(error: BaseException) -> str:
+    """An exception in one line: its class and message."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@lru_cache(maxsize=1)
+def default_registry() -> Registry:
+    """The registry of the installed platforms, made at the first call."""
+    return Registry.from_entry_points()
+
+
+def backends_with_hook(hook: str, registry: Registry | None = None) -> tuple[str, ...]:
+    """Names of the backends usable here that implement `hook`."""
+    registry = registry or default_registry()
+    return tuple(_usable(registry, hook))
+
+
+def _usable(registry: Registry, hook: str) -> Iterable[str]:
+    for platform in registry.platforms:
+        if registry.detection(platform).available:
+            for backend in platform.backends():
+                if backend.implements(hook) and registry.unavailable(backend) is None:
+                    yield backend.name

@@ -1,0 +1,237 @@
+"""Which backend answers a request: candidates in order, the refusals of each, and a Selection that explains itself."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hal_attn.backend import AttentionBackend
+from hal_attn.errors import (
+    BackendNotAvailableError,
+    ConfigurationError,
+    InvalidAttentionInputError,
+    UnsupportedAttentionError,
+)
+from hal_attn.platform import Platform
+from hal_attn.refusal import Refusal
+from hal_attn.registry import Registry
+from hal_attn.request import AttentionRequest
+from hal_attn.settings import Settings
+
+
+class Candidate(NamedTuple):
+    """One backend and every reason why it does not take the request; none where it does."""
+
+    backend: AttentionBackend
+    refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True)
+class Explicit:
+    """Backends that someone named, in order, and who did: "backend=", "use_backend" or "HAL_ATTN_BACKEND"."""
+
+    names: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The backend chosen for a request and the road to it.
+
+    Attributes:
+        chosen: the backend, None where none takes the request.
+        source: what decided: who named it, the platform's default order, or a measurement.
+        considered: (backend, refusals) in the order of preference, all of them, also those after the chosen one.
+        notes: what a reader should know besides, such as a fallback.
+    """
+
+    request: AttentionRequest
+    platform: Platform
+    chosen: AttentionBackend | None
+    source: str
+    considered: tuple[Candidate, ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        simulated = " (SIMULATED)" if self.platform.simulated else ""
+        lines = [
+            f"request   {self.request.describe()}",
+            f"platform  {self.platform.name}{simulated}",
+            f"chosen    {self.chosen.name if self.chosen else 'none'}, by {self.source}",
+        ]
+        lines += [f"note      {note}" for note in self.notes]
+        width = max((len(candidate.backend.name) for candidate in self.considered), default=0)
+        for backend, refusals in self.considered:
+            state = "chosen" if backend is self.chosen else "refused" if refusals else "takes it"
+            lines.append(f"  {backend.name:<{width}}  {state}")
+            lines += [f"  {'':<{width}}    - {refusal}" for refusal in refusals]
+        return "\n".join(lines)
+
+
+_override: ContextVar[tuple[str, ...]] = ContextVar("hal_attn_use_backend", default=())
+
+
+def override() -> tuple[str, ...]:
+    """The names of the innermost `use_backend` of this task or thread."""
+    return _override.get()
+
+
+@contextmanager
+def use_backend(*names: str) -> Iterator[None]:
+    """Within it, calls of this task or thread take the first of `names` that accepts them.
+
+    Explicit, so a call that none of them takes is an error unless HAL_ATTN_FALLBACK allows another. Other tasks and
+    threads are untouched; the innermost one counts; without names the default order is back.
+
+    Raises:
+        InvalidAttentionInputError: a name that no platform has.
+    """
+    from hal_attn.registry import default_registry
+
+    check_names(names, "use_backend", default_registry())
+    token = _override.set(names)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def explicit_names(backend: object, settings: Settings) -> Explicit | None:
+    """Who named backends for this call, the nearest first: the argument, `use_backend`, the environment."""
+    if backend is not None:
+        return Explicit(_argument_names(backend), "backend=")
+    if names := override():
+        return Explicit(names, "use_backend")
+    if settings.backend:
+        return Explicit(settings.backend, "HAL_ATTN_BACKEND")
+    return None
+
+
+def _argument_names(backend: object) -> tuple[str, ...]:
+    if isinstance(backend, str) and backend:
+        return (backend,)
+    if isinstance(backend, AttentionBackend):
+        return (backend.name,)
+    if isinstance(backend, (tuple, list)) and backend and all(isinstance(name, str) for name in backend):
+        return tuple(backend)
+    raise InvalidAttentionInputError("backend", repr(backend), "a backend's name, names in order, or None")
+
+
+def check_names(names: Sequence[str], source: str, registry: Registry) -> None:
+    """Raises for a name that no platform has, with the closest one: ConfigurationError from the environment, else
+    InvalidAttentionInputError."""
+    for name in names:
+        if name in registry.backend_names:
+            continue
+        close = difflib.get_close_matches(str(name), registry.backend_names, n=1)
+        hint = f"did you mean {close[0]}?" if close else ""
+        known = ", ".join(registry.backend_names) or "none"
+        if source.startswith("HAL_ATTN_"):
+            raise ConfigurationError(f"{source}: got unknown backend {name!r}; allowed: {known}. {hint}".rstrip())
+        raise InvalidAttentionInputError(source.rstrip("="), f"unknown backend {name!r}", f"one of {known}", hint)
+
+
+def select(
+    request: AttentionRequest, registry: Registry, settings: Settings, explicit: Explicit | None = None
+) -> Selection:
+    """The selection for `request`; it never raises for want of a backend (see `require`).
+
+    Raises:
+        ConfigurationError, InvalidAttentionInputError: a name that no platform has.
+        UnsupportedAttentionError: no platform owns the request's device.
+    """
+    check_names(settings.disabled_backends, "HAL_ATTN_DISABLED_BACKENDS", registry)
+    if explicit is not None:
+        check_names(explicit.names, explicit.source, registry)
+    platform = registry.platform_for(request.device, settings)
+    order = platform.default_order(request)
+    own = {backend.name: backend for backend in platform.backends()}
+    ordered = [*order, *(name for name in own if name not in order)]
+    default = tuple(_candidate(own[name], platform, request, registry, settings) for name in ordered if name in own)
+    if explicit is None:
+        chosen = next((candidate.backend for candidate in default if not candidate.refusals), None)
+        return Selection(request, platform, chosen, f"the default order of {platform.name}", default)
+    return _select_named(explicit, platform, request, registry, settings, default)
+
+
+def _select_named(
+    explicit: Explicit,
+    platform: Platform,
+    request: AttentionRequest,
+    registry: Registry,
+    settings: Settings,
+    default: tuple[Candidate, ...],
+) -> Selection:
+    of_platform = {candidate.backend.name: candidate for candidate in default}
+    named: list[Candidate] = []
+    for name in dict.fromkeys(explicit.names):
+        backend = registry.backend(name)
+        assert backend is not None
+        named.append(of_platform.get(name) or _candidate(backend, platform, request, registry, settings))
+    source = f"{explicit.source.rstrip('=')} {','.join(explicit.names)}"
+    chosen = next((candidate.backend for candidate in named if not candidate.refusals), None)
+    if chosen is not None:
+        return Selection(request, platform, chosen, source, tuple(named))
+    if settings.fallback == "error":
+        return Selection(request, platform, None, source, tuple(named))
+    rest = tuple(candidate for candidate in default if candidate.backend.name not in explicit.names)
+    chosen = next((candidate.backend for candidate in rest if not candidate.refusals), None)
+    note = f"{source} refused; HAL_ATTN_FALLBACK={settings.fallback} let the default order of {platform.name} choose"
+    return Selection(request, platform, chosen, f"fallback from {source}", (*named, *rest), (note,))
+
+
+def _candidate(
+    backend: AttentionBackend, platform: Platform, request: AttentionRequest, registry: Registry, settings: Settings
+) -> Candidate:
+    reasons: list[Refusal] = []
+    if backend.name in settings.disabled_backends:
+        reasons.append(Refusal("disabled", "HAL_ATTN_DISABLED_BACKENDS names it", "a backend that is not disabled"))
+    if backend not in platform.backends():
+        owner = registry.platform_of(backend.name)
+        reasons.append(Refusal("platform", f"tensors of {platform.name} on {request.device}", owner.name))
+        found = registry.detection(owner)
+        if not found.available:
+            reasons.append(Refusal("available", found.reason, f"a device of {owner.name}", found.remedy))
+        return Candidate(backend, tuple(reasons))
+    missing = registry.unavailable(backend)
+    if missing is not None:
+        reasons.append(missing)
+    reasons += platform.validate(request)
+    reasons += backend.refusals(request)
+    return Candidate(backend, tuple(reasons))
+
+
+def require(selection: Selection, registry: Registry, settings: Settings) -> AttentionBackend:
+    """The chosen backend, warning where HAL_ATTN_FALLBACK=warn made it another than the one named.
+
+    Raises:
+        BackendNotAvailableError: each backend that was named is missing or broken.
+        UnsupportedAttentionError: each candidate refuses; the message has every rule that each refused by.
+    """
+    if selection.chosen is not None:
+        if selection.notes and settings.fallback == "warn":
+            reasons = "; ".join(f"{c.backend.name}: {r}" for c in selection.considered for r in c.refusals)
+            warnings.warn(f"{selection.notes[0]}: {selection.chosen.name} ({reasons})", UserWarning, stacklevel=4)
+        return selection.chosen
+    refusals = tuple((candidate.backend.name, candidate.refusals) for candidate in selection.considered)
+    named = not selection.source.startswith("the default order")
+    missing = [(c.backend, registry.unavailable(c.backend)) for c in selection.considered]
+    if named and missing and all(reason is not None for _, reason in missing):
+        lines = [f"{selection.source}: not available here"]
+        for backend, reason in missing:
+            install = f"; install it with: {backend.install}" if backend.install else ""
+            lines.append(f"  {backend.name}: {reason}{install}")
+        raise BackendNotAvailableError("\n".join(lines), refusals)
+    remedy = (
+        "name another backend, or let HAL_ATTN_FALLBACK=warn or allow choose one"
+        if named
+        else "change what the rules below name"
+    )
+    raise UnsupportedAttentionError(
+        f"no backend takes this call ({selection.request.describe()}), by {selection.source}; {remedy}", refusals
+    )
