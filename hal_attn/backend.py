@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -82,75 +82,36 @@ class AttentionBackend(ABC):
         """Every rule that `request` breaks. Override to add rules that no field of Capabilities can say."""
         return self.capabilities.refusals(request)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] | None = None,
-        mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        dropout_p: float = 0.0,
-        deterministic: bool = False,
-        return_lse: bool = False,
-    ) -> AttentionResult:
+    # `*args: Any, **options: Any` lets a subclass name just the options that it claims; everything after `value` is
+    # passed by keyword.
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> AttentionResult:
         """Batched attention: query `[B, Sq, H, D]`, key `[B, Sk, Hkv, D]`, value `[B, Sk, Hkv, Dv]` -> `[B, Sq, H, Dv]`
-        and, with `return_lse`, LSE `[B, H, Sq]` float32."""
+        and, with `return_lse`, LSE `[B, H, Sq]` float32.
+
+        Options, each only where claimed: `scale`, `causal`, `window_size`, `mask`, `key_padding_mask`, `softcap`,
+        `sinks`, `alibi_slopes`, `dropout_p`, `deterministic`, `return_lse`, as in `hal_attn.attention`.
+        """
         self._missing("forward")
 
-    def forward_varlen(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        cu_seqlens_host: tuple[int, ...] | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        max_seqlen_k: int | None = None,
-        cu_seqlens_k_host: tuple[int, ...] | None = None,
-        scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        dropout_p: float = 0.0,
-        deterministic: bool = False,
-        return_lse: bool = False,
-        metadata: AttentionMetadata | None = None,
-    ) -> AttentionResult:
+    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> AttentionResult:
         """Packed attention: query `[Tq, H, D]`, key `[Tk, Hkv, D]`, value `[Tk, Hkv, Dv]` -> `[Tq, H, Dv]` and, with
         `return_lse`, LSE `[H, Tq]` float32.
 
-        `cu_seqlens` is int32 with a leading 0; the `_k` parameters are given only where keys have other offsets than
-        queries, `metadata` only to a backend with a metadata builder of its own.
+        Always given: `cu_seqlens` (int32 `[N + 1]`, leading 0), `max_seqlen`, `cu_seqlens_host` (a tuple, None where only
+        the device knows). `cu_seqlens_k`, `max_seqlen_k`, `cu_seqlens_k_host` where keys have other offsets than queries.
+        `metadata` for a backend with a metadata builder of its own. The options of `forward` but the masks.
         """
         self._missing("forward_varlen")
 
     def forward_ring_kv_chunk(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        sequences: PackedSequences | None = None,
-        scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] | None = None,
-        softcap: float = 0.0,
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """One rotated KV chunk of a ring: query `[Tq, H, D]`, key `[Tk, Hkv, D]`, value `[Tk, Hkv, Dv]` ->
         (output `[Tq, H, Dv]`, LSE `[H, Tq]` float32), to be joined by `merge_attention_states`.
 
-        `sequences` says how the chunk is packed; None is one sequence.
+        Options, each only where needed: `sequences` (how the chunk is packed, a PackedSequences; without it, one
+        sequence), `scale`, `causal`, `window_size`, `softcap`.
         """
         self._missing("forward_ring_kv_chunk")
 

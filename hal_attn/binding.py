@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ def explain_call(
 
 def _dense_call(backend: AttentionBackend, request: AttentionRequest, with_tensors: bool) -> BoundCall:
     short = None if with_tensors else backend.bind(request)
-    return short if short is not None else partial(backend.forward, **request.options())  # type: ignore[arg-type]
+    return short if short is not None else partial(backend.forward, **request.options())
 
 
 def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundCall:
@@ -110,9 +110,12 @@ def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundC
         return partial(_run_packed, backend, request)
     options = request.options()
 
-    def run(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, **tensors: Tensor) -> AttentionResult:
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, **tensors: Tensor
+    ) -> AttentionResult:
         plan = padded_plan(backend, sequences, request)
-        return run_padded_attention(backend, query, key, value, sequences, metadata=plan, **options, **tensors)
+        given: dict[str, Any] = {**options, **tensors}
+        return run_padded_attention(backend, query, key, value, sequences, metadata=plan, **given)
 
     return run
 
@@ -128,7 +131,7 @@ def _run_packed(
 ) -> AttentionResult:
     """One `forward_varlen` over the sequences that have both queries and keys; the others are answered by rule."""
     if not sequences.empty:
-        return cast(AttentionResult, _forward_varlen(backend, request, query, key, value, sequences, tensors))
+        return _forward_varlen(backend, request, query, key, value, sequences, tensors)
     kept = [i for i in range(sequences.count) if i not in set(sequences.empty)]
     lengths = [sequences.lengths[i] for i in kept]
     lengths_k = None if sequences.equal_lengths else [sequences.lengths_k[i] for i in kept]
@@ -177,7 +180,7 @@ def _forward_varlen(
         builder = backend.metadata_builder()
         key_of = ("metadata", backend.name, builder.key(request))
         arguments["metadata"] = sequences.memo(key_of, lambda: builder.build(sequences, request))
-    return backend.forward_varlen(query, key, value, **arguments, **request.options(), **tensors)  # type: ignore[arg-type]
+    return backend.forward_varlen(query, key, value, **arguments, **request.options(), **tensors)
 
 
 def _row_mask(lengths: tuple[int, ...], keep: list[bool], device: torch.device) -> Tensor:

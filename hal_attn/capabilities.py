@@ -84,7 +84,9 @@ def _visibility(has: Capabilities, wants: AttentionRequest) -> Iterator[Refusal]
         yield Refusal("mask", f"a {wants.mask} mask", " or ".join(sorted(has.masks)) or "no mask")
     if wants.mask == "float" and has.mask_dtype_of_query and wants.mask_dtype != wants.dtype:
         have = "no dtype" if wants.mask_dtype is None else _short(wants.mask_dtype)
-        yield Refusal("mask", f"a {have} mask", f"the dtype of query, {_short(wants.dtype)}", "another would be rounded")
+        yield Refusal(
+            "mask", f"a {have} mask", f"the dtype of query, {_short(wants.dtype)}", "another would be rounded"
+        )
     if wants.key_padding_mask and not has.key_padding_mask:
         yield Refusal("key_padding_mask", "given", "none", "pack the sequences instead: varlen_attention")
 

@@ -24,7 +24,7 @@ HostOffsets = Sequence[int] | Tensor | None
 
 _CAPACITY = 4096
 # A memo only: what it holds can be dropped at any time, and each entry was made from nothing but its key.
-_bound: dict[Hashable, BoundCall] = {}
+_bound: dict[object, BoundCall] = {}
 
 
 def attention(
@@ -53,7 +53,7 @@ def attention(
         value: `[B, Sk, Hkv, Dv]`.
         scale: factor on the scores; None is `1/sqrt(D)`, 0.0 is a value.
         causal: query `i` sees keys `j <= i + Sk - Sq`.
-        window_size: `(left, right)`: also `i + Sk - Sq - left <= j <= i + Sk - Sq + right`; -1 or None is unlimited.
+        window_size: `(left, right)`: `i + Sk - Sq - left <= j <= i + Sk - Sq + right`; -1 or None is unlimited.
         mask: broadcastable to `[B, H, Sq, Sk]`; bool, True = may attend, or float, added to the scores, -inf hides.
         key_padding_mask: `[B, Sk]` bool, True = a real key.
         softcap: `c * tanh(scores / c)` where above 0.
@@ -65,8 +65,8 @@ def attention(
         backend: a backend's name, or names in order; overrides `use_backend` and HAL_ATTN_BACKEND.
 
     Returns:
-        `[B, Sq, H, Dv]` in the dtype of query; with `return_lse` also the LSE `[B, H, Sq]`, float32, natural log. A query
-        that sees no key has output 0 and LSE -inf (or its head's sink).
+        `[B, Sq, H, Dv]` in the dtype of query; with `return_lse` also the LSE `[B, H, Sq]`, float32, natural log. A
+        query that sees no key has output 0 and LSE -inf (or its head's sink).
 
     Raises:
         InvalidAttentionInputError: an argument is wrong.
@@ -77,6 +77,7 @@ def attention(
     given = None
     if not (mask is None and key_padding_mask is None and sinks is None and alibi_slopes is None):
         given = _given(mask=mask, key_padding_mask=key_padding_mask, sinks=sinks, alibi_slopes=alibi_slopes)
+    identity: object
     try:
         identity = (
             *_identity(query, key, value),
@@ -164,6 +165,7 @@ def varlen_attention(
             cu_seqlens_k_host=cu_seqlens_k_host,
         )
     given = None if sinks is None and alibi_slopes is None else _given(sinks=sinks, alibi_slopes=alibi_slopes)
+    identity: object
     try:
         identity = (
             *_identity(query, key, value),
@@ -294,7 +296,7 @@ def _window_identity(window_size: Window) -> Hashable:
     return tuple((edge, edge.__class__) for edge in window_size)
 
 
-def _remember(identity: Hashable | None, call: BoundCall) -> None:
+def _remember(identity: object, call: BoundCall) -> None:
     if identity is None:
         return
     while len(_bound) >= _CAPACITY:
@@ -313,9 +315,11 @@ def _check_only_sequences(sequences: object, **others: object) -> None:
 
 
 def _sequences(
-    query: Tensor, queries: tuple[Tensor | None, int | None, HostOffsets], keys: tuple[Tensor | None, int | None, HostOffsets]
+    query: Tensor,
+    queries: tuple[Tensor | None, int | None, HostOffsets],
+    keys: tuple[Tensor | None, int | None, HostOffsets],
 ) -> PackedSequences:
-    """The sequences of a call that gives offsets; waits for the device only where it must (no host copy, no maximum)."""
+    """The sequences of a call that gives offsets; waits for the device only without a host copy and a maximum."""
     if queries[0] is None:
         raise InvalidAttentionInputError("cu_seqlens", "None", "offsets, or sequences=PackedSequences")
     if keys[0] is None and not (keys[1] is None and keys[2] is None):

@@ -43,7 +43,9 @@ def platforms(registry: Registry | None = None) -> tuple[PlatformStatus, ...]:
     registry = registry or default_registry()
     found = [_platform_status(registry, platform) for platform in _all(registry)]
     found += [
-        PlatformStatus(broken.name, False, f"broken plugin: {broken.reason}", "reinstall or remove it", (), (), "", False)
+        PlatformStatus(
+            broken.name, False, f"broken plugin: {broken.reason}", "reinstall or remove it", (), (), "", False
+        )
         for broken in registry.broken
     ]
     return tuple(found)
@@ -56,11 +58,8 @@ def backends(device: torch.device | str | None = None, registry: Registry | None
         UnsupportedAttentionError: no platform owns `device`.
     """
     registry = registry or default_registry()
-    if device is None:
-        chosen = _all(registry)
-    else:
-        chosen = (registry.platform_for(torch.device(device), environment.read()),)
-    return tuple(status for platform in chosen for status in _backend_statuses(registry, platform))
+    owners = _all(registry) if device is None else (registry.platform_for(torch.device(device), environment.read()),)
+    return tuple(status for platform in owners for status in _backend_statuses(registry, platform))
 
 
 def _all(registry: Registry) -> tuple[Platform, ...]:

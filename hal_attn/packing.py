@@ -51,7 +51,7 @@ class PackedSequences:
     ) -> PackedSequences:
         """Sequences of these lengths (and key lengths, where they differ).
 
-        `device` is where `cu_seqlens` will be; None is wherever the tensors of the first call are. Nothing waits for it.
+        `device` is where `cu_seqlens` will be; None is wherever the tensors of a call are. Nothing waits for it.
 
         Raises:
             InvalidAttentionInputError: a length is negative or no whole number, or the two numbers of sequences differ.
@@ -95,7 +95,9 @@ class PackedSequences:
         return cls._from_host(host_q, both, device=offsets.device, offsets=(offsets, offsets_k))
 
     @classmethod
-    def from_device_offsets(cls, offsets: Tensor, offsets_k: Tensor, max_seqlen: int, max_seqlen_k: int) -> PackedSequences:
+    def from_device_offsets(
+        cls, offsets: Tensor, offsets_k: Tensor, max_seqlen: int, max_seqlen_k: int
+    ) -> PackedSequences:
         """Sequences whose offsets only the device knows; the longest lengths are the caller's word. Never waits."""
         _check_counts(offsets.numel() - 1, offsets_k.numel() - 1, "cu_seqlens_k")
         return cls(
@@ -173,7 +175,8 @@ class PackedSequences:
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cu_seqlens, cu_seqlens_k) on `device`, int32, copied there once and without waiting."""
         if device not in self._offsets:
-            assert self.cu_seqlens_host is not None and self.cu_seqlens_k_host is not None
+            assert self.cu_seqlens_host is not None
+            assert self.cu_seqlens_k_host is not None
             first = _to_device(self.cu_seqlens_host, device)
             second = first if self.same_lengths_object else _to_device(self.cu_seqlens_k_host, device)
             self._offsets[device] = (first, second)
@@ -183,7 +186,7 @@ class PackedSequences:
         """The same without the sequences that have neither queries nor keys; the tensors stay as they are.
 
         Raises:
-            InvalidAttentionInputError: a sequence is empty on one side only: leaving it out would leave its rows behind.
+            InvalidAttentionInputError: a sequence is empty on one side only: its rows would stay behind.
         """
         for index in self.empty:
             if self.lengths[index] or self.lengths_k[index]:
@@ -198,7 +201,7 @@ class PackedSequences:
         return PackedSequences.from_lengths([self.lengths[i] for i in kept], lengths_k, device=self.device)
 
     def check_tensors(self, query: Tensor, key: Tensor) -> None:
-        """Raises InvalidAttentionInputError unless the offsets end at the rows of `query` and `key`, on their device."""
+        """Raises InvalidAttentionInputError unless the offsets end at the last rows of these, on their device."""
         if self.device is not None and self.device != query.device:
             raise InvalidAttentionInputError(
                 "cu_seqlens",
@@ -216,7 +219,7 @@ class PackedSequences:
                 )
 
     def check_against_device(self) -> None:
-        """Compare host and device offsets (waits for the device); raises InvalidAttentionInputError where they differ."""
+        """Raises InvalidAttentionInputError where host and device offsets differ; waits for the device."""
         if self.cu_seqlens_host is None or self.cu_seqlens_k_host is None:
             return
         for offsets in self._offsets.values():

@@ -1,7 +1,7 @@
 """Packed attention on a backend that only knows batches: sequences of like length share one padded call.
 
 ```
-lengths 5 2 5 1 9      bucket 1: the two of 5, a view or one gather, nothing padded
+lengths 5 2 5 1 9      bucket 1: the two of 5, a view or one gather, without padding
                        bucket 2: 1 and 2, padded to 2, because a call costs more than the rows it would save
                        bucket 3: 9 alone, a view of the packed rows
 ```
@@ -9,9 +9,9 @@ lengths 5 2 5 1 9      bucket 1: the two of 5, a view or one gather, nothing pad
 Sequences are sorted by length; neighbours join a bucket while the padding they add costs less than the call they save.
 So time stays near the best of one call a sequence, one padded call and anything between, and memory follows the tokens.
 
-Rows are padded in front where that keeps causal, windows and ALiBi exact: with the ends aligned, the bottom-right
-diagonal of the padded call is the diagonal of every sequence in it, whatever their lengths. A causal bucket of sequences
-with as many queries as keys is padded behind instead: the triangle hides the padding, and no mask is needed.
+Rows are padded in front, which keeps causal, windows and ALiBi exact: with the ends aligned, the bottom-right
+diagonal of the padded call is the diagonal of every sequence in it, whatever their lengths. A causal bucket of
+sequences with as many queries as keys is padded behind instead: the triangle hides the padding, without a mask.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ class Rows:
     def take(self, packed: Tensor) -> Tensor:
         """`[T, H, D]` -> `[count, length, H, D]`: a view where the rows follow one another, else a gather."""
         if self.start is not None:
-            return packed[self.start : self.start + self.count * self.length].unflatten(0, (self.count, self.length))
-        assert self.index is not None
-        return packed.index_select(0, self.index).unflatten(0, (self.count, self.length))
+            rows = packed[self.start : self.start + self.count * self.length]
+        else:
+            assert self.index is not None
+            rows = packed.index_select(0, self.index)
+        batch: Tensor = rows.unflatten(0, (self.count, self.length))
+        return batch
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,8 @@ def run_padded_attention(
     """Packed attention on `backend.forward`: query `[Tq, H, D]`, key `[Tk, Hkv, D]`, value `[Tk, Hkv, Dv]` ->
     `[Tq, H, Dv]` and, with `return_lse`, LSE `[H, Tq]`.
 
-    `options` are those of `varlen_attention`. Sequences without queries or keys are answered by rule: output 0, LSE -inf
-    or the sink, gradient 0. `metadata` is the plan for these sequences, made (and kept with them) where it is not given.
+    `options` are those of `varlen_attention`. Sequences without queries or keys are answered by rule: output 0, LSE
+    -inf or the sink, gradient 0. `metadata` is the plan for these sequences, made and kept with them where it is None.
     """
     if metadata is None:
         if request is None:
@@ -151,7 +154,7 @@ def run_padded_attention(
         if slopes is not None:
             extra["alibi_slopes"] = slopes if slopes.dim() == 1 else slopes[list(bucket.members)]
         q, k, v = bucket.queries.take(query), bucket.keys.take(key), bucket.keys.take(value)
-        result = backend.forward(q, k, v, **extra)  # type: ignore[arg-type]
+        result = backend.forward(q, k, v, **extra)
         if with_lse:
             output, lse = result
             lses.append(lse.transpose(1, 2).flatten(0, 1))

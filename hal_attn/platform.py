@@ -17,7 +17,7 @@ API_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One device: its PyTorch name ("cuda:0"), the vendor's name, its architecture ("sm90", "gfx942", "Ascend910B1")."""
+    """One device: PyTorch's name ("cuda:0"), the vendor's, its architecture ("sm90", "gfx942", "Ascend910B1")."""
 
     device: str
     name: str

@@ -113,9 +113,7 @@ def _distance(seqlen_q: int, seqlen_k: int) -> Tensor:
     return (place - j).abs().double()
 
 
-def _visible(
-    seqlen_q: int, seqlen_k: int, causal: bool, window_size: tuple[int | None, int | None] | None
-) -> Tensor:
+def _visible(seqlen_q: int, seqlen_k: int, causal: bool, window_size: tuple[int | None, int | None] | None) -> Tensor:
     place, j = _diagonal(seqlen_q, seqlen_k)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
     if causal:

@@ -128,7 +128,9 @@ class Registry:
             reason = f"{allowed[0].name} owns it, but: {found.reason}. {found.remedy}"
         else:
             known = ", ".join(f"{p.name} ({p.device_type})" for p in self.platforms)
-            reason = f"platforms here: {known or 'none'}" + "".join(f"; {b.name} is broken: {b.reason}" for b in self.broken)
+            reason = f"platforms here: {known or 'none'}" + "".join(
+                f"; {b.name} is broken: {b.reason}" for b in self.broken
+            )
         raise UnsupportedAttentionError(f"no platform runs tensors on device {device}: {reason}")
 
     def simulation(self, wanted: str) -> Platform:

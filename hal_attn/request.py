@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,7 +67,7 @@ class AttentionRequest:
         """The factor on the scores: `scale`, or `1/sqrt(D)` of the head dimension that the caller passed."""
         if self.scale is not None:
             return self.scale
-        return float(self.head_dim) ** -0.5
+        return 1.0 / math.sqrt(self.head_dim)
 
     def options(self) -> dict[str, object]:
         """The plain (tensor-free) options that differ from their defaults, as keyword arguments of a backend."""

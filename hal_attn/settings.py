@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 import platformdirs
 
@@ -186,7 +187,7 @@ VARIABLES: tuple[Variable, ...] = (
 
 # os.environ decodes a value at each look-up (0.55 us here); the mapping behind it does not (0.03 us). Where an
 # interpreter has no such mapping, os.environ itself serves, slower.
-_environ: Mapping[object, object] = getattr(os.environ, "_data", os.environ)
+_environ = cast("Mapping[object, object]", getattr(os.environ, "_data", os.environ))
 _keys = tuple(getattr(os.environ, "encodekey", str)(variable.name) for variable in VARIABLES)
 
 

@@ -19,7 +19,7 @@ def merge_attention_states(outputs: Sequence[Tensor], lses: Sequence[Tensor]) ->
 
     Returns:
         The output in the dtype of the first part and the LSE in float32 (float64 parts stay float64). It is computed in
-        at least float32, over all parts at once in the order given, so it does not depend on how the keys were cut beyond
+        at least float32, over all parts at once in the order given, so how the keys were cut does not matter beyond
         rounding. A part with LSE -inf has no weight, whatever its output holds, NaN included; where every part has -inf
         the output is 0 and the LSE -inf. Differentiable in outputs and LSEs.
 

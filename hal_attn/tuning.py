@@ -140,6 +140,6 @@ def _keep(file: Path, name: str, times: dict[str, float]) -> None:
             handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")
             with os.fdopen(handle, "w") as stream:
                 json.dump(content, stream, indent=1, sort_keys=True)
-            os.replace(temporary, file)
+            Path(temporary).replace(file)
     except (OSError, TimeoutError) as error:
         _log.warning("measured choices could not be kept in %s: %s", file, error)

@@ -143,11 +143,16 @@ def _check_tensors(query: object, key: object, value: object, layouts: tuple[str
             )
         if not tensor.is_floating_point():
             raise InvalidAttentionInputError(name, f"dtype {tensor.dtype}", "a floating-point dtype")
-    assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+    assert isinstance(query, Tensor)
+    assert isinstance(key, Tensor)
+    assert isinstance(value, Tensor)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise InvalidAttentionInputError(
-                name, f"dtype {tensor.dtype}", f"the dtype of query, {query.dtype}", f"convert with {name}.to(query.dtype)"
+                name,
+                f"dtype {tensor.dtype}",
+                f"the dtype of query, {query.dtype}",
+                f"convert with {name}.to(query.dtype)",
             )
         if tensor.device != query.device:
             raise InvalidAttentionInputError(
@@ -183,7 +188,9 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _check_key_value(key: Tensor, value: Tensor, axis: int) -> None:
     if key.shape[axis] != value.shape[axis]:
-        raise InvalidAttentionInputError("value", f"{value.shape[axis]} rows", f"as many rows as key, {key.shape[axis]}")
+        raise InvalidAttentionInputError(
+            "value", f"{value.shape[axis]} rows", f"as many rows as key, {key.shape[axis]}"
+        )
 
 
 def _check_device(name: str, tensor: Tensor, query: Tensor) -> None:
@@ -273,7 +280,9 @@ def _flag(name: str, value: object) -> bool:
 def _number(name: str, value: object, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
-        remedy = "take its value on the host; reading it here would wait for the device" if isinstance(value, Tensor) else ""
+        remedy = (
+            "take its value on the host; reading it here would wait for the device" if isinstance(value, Tensor) else ""
+        )
         raise InvalidAttentionInputError(name, got, allowed, remedy)
     return float(value)
 
