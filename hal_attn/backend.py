@@ -98,8 +98,8 @@ class AttentionBackend(ABC):
         """Packed attention: query `[Tq, H, D]`, key `[Tk, Hkv, D]`, value `[Tk, Hkv, Dv]` -> `[Tq, H, Dv]` and, with
         `return_lse`, LSE `[H, Tq]` float32.
 
-        Always given: `cu_seqlens` (int32 `[N + 1]`, leading 0), `max_seqlen`, `cu_seqlens_host` (a tuple, None where only
-        the device knows). `cu_seqlens_k`, `max_seqlen_k`, `cu_seqlens_k_host` where keys have other offsets than queries.
+        Always given: `cu_seqlens` (int32 `[N + 1]`, leading 0), `max_seqlen`, `cu_seqlens_host` (a tuple, None where
+        only the device knows). `cu_seqlens_k`, `max_seqlen_k`, `cu_seqlens_k_host` where keys have other offsets.
         `metadata` for a backend with a metadata builder of its own. The options of `forward` but the masks.
         """
         self._missing("forward_varlen")

@@ -6,7 +6,7 @@ overrides, and the environment's values. So a hit needs no checks, and a changed
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -290,7 +290,7 @@ def _kinds(given: dict[str, Tensor]) -> tuple[object, ...]:
     return tuple((n, t.shape, t.dtype, t.device, wants_grad and t.requires_grad) for n, t in given.items())
 
 
-def _window_identity(window_size: Window) -> Hashable:
+def _window_identity(window_size: Window) -> object:
     """The window with its types: 3.0 equals 3, but only one of them is a window."""
     assert window_size is not None
     return tuple((edge, edge.__class__) for edge in window_size)

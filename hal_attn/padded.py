@@ -16,8 +16,9 @@ sequences with as many queries as keys is padded behind instead: the triangle hi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -72,6 +73,16 @@ class PaddedPlan(AttentionMetadata):
     buckets: tuple[Bucket, ...]
     restore: Tensor | None
     tokens_q: int
+
+    @cached_property
+    def whole(self) -> tuple[int, int, int] | None:
+        """(sequences, queries each, keys each) where one unpadded call over views answers everything, else None."""
+        if len(self.buckets) != 1 or self.restore is not None:
+            return None
+        queries, keys = self.buckets[0].queries, self.buckets[0].keys
+        if queries.start != 0 or keys.start != 0 or self.buckets[0].key_mask is not None:
+            return None
+        return queries.count, queries.length, keys.length
 
 
 @dataclass(frozen=True)
@@ -173,8 +184,14 @@ def run_padded_attention(
 
 def padded_plan(backend: AttentionBackend, sequences: PackedSequences, request: AttentionRequest) -> PaddedPlan:
     """The plan for calls like `request`, kept with `sequences` so that all layers share it."""
+    return plan_maker(backend, request)(sequences)
+
+
+def plan_maker(backend: AttentionBackend, request: AttentionRequest) -> Callable[[PackedSequences], PaddedPlan]:
+    """`padded_plan` with all but the sequences decided."""
     builder = PaddedMetadataBuilder(backend.capabilities.key_padding_mask)
-    return sequences.memo(builder.key(request), lambda: builder.build(sequences, request))
+    key = builder.key(request)
+    return lambda sequences: sequences.memo(key, lambda: builder.build(sequences, request))
 
 
 def empty_lse(shape: tuple[int, ...], sinks: Tensor | None, device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -69,9 +69,9 @@ class AttentionRequest:
             return self.scale
         return 1.0 / math.sqrt(self.head_dim)
 
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         """The plain (tensor-free) options that differ from their defaults, as keyword arguments of a backend."""
-        given: dict[str, object] = {}
+        given: dict[str, Any] = {}
         for name, default in _PLAIN_DEFAULTS.items():
             value = getattr(self, name)
             if value != default:

@@ -1,24 +1,98 @@
-"""placeholder"""
+"""The Ascend platform. This version detects it and has no backend for it yet."""
+
 from __future__ import annotations
+
+from typing import Any
+
 import torch
+
 from hal_attn.backend import AttentionBackend
 from hal_attn.platform import Detection, DeviceInfo, Platform
+from hal_attn.probing import (
+    DeviceKind,
+    fork_obstacle,
+    import_failure,
+    is_findable,
+    torch_build,
+    version_of,
+    versions_of,
+)
 from hal_attn.request import AttentionRequest
+
+LIBRARIES = ("torch-npu", "flash-attn-npu", "triton-ascend")
+INSTALL = (
+    "on a machine with an Ascend NPU, install CANN, then pip install 'hal-attn[ascend]' "
+    "(each torch-npu goes with one minor version of PyTorch)"
+)
+# PyTorch loads torch_npu by itself and fails with it, so the way out has to be said before anything can be mended.
+REPAIR = (
+    "install CANN and source its set_env.sh, with the torch-npu of PyTorch's minor version; until `import torch_npu` "
+    "works, keep TORCH_DEVICE_BACKEND_AUTOLOAD=0 set, without which `import torch` itself fails; "
+    "without an NPU: pip uninstall torch-npu"
+)
+DEVICES = DeviceKind(
+    "Ascend NPU",
+    nodes=("davinci[0-9]*",),
+    visibility=("ASCEND_RT_VISIBLE_DEVICES",),
+    check="`npu-smi info` must list it, with a driver recent enough for the CANN version",
+)
 
 
 class AscendPlatform(Platform):
+    """Ascend NPUs through torch_npu, whose tensors have the device type "npu".
+
+    `torch.cuda` is never asked: torch_npu's transfer_to_npu makes it answer for NPUs.
+    """
+
     name = "ascend"
     device_type = "npu"
     process_group_backend = "hccl"
+    rejects_empty_sequences = True
 
     def detect(self) -> Detection:
-        return Detection(False, "not here yet", "")
+        """By torch_npu, which PyTorch loads by itself, or which is imported here where that is switched off."""
+        versions = (("torch", torch.__version__), *versions_of(*LIBRARIES))
+        if obstacle := _obstacle():
+            return Detection(False, *obstacle, versions)
+        return DEVICES.detect(f"{_torch_npu()} beside {torch_build()}", _count, versions)
 
     def devices(self) -> tuple[DeviceInfo, ...]:
-        return ()
+        """Asks torch_npu for each device's properties, which initialises them here: fork before, not after."""
+        return tuple(_device(index) for index in range(_npu().device_count()))
 
     def backends(self) -> tuple[AttentionBackend, ...]:
         return ()
 
     def default_order(self, request: AttentionRequest) -> tuple[str, ...]:
         return ()
+
+
+def _obstacle() -> tuple[str, str] | None:
+    """(reason, remedy) why torch_npu cannot be asked for devices; None once `torch.npu` is there."""
+    if not hasattr(torch, "npu"):
+        if version_of("torch-npu") is None and not is_findable("torch_npu"):
+            return "torch-npu is not installed", INSTALL
+        failure = import_failure("torch_npu")
+        if failure:
+            return f"{_torch_npu()} cannot be imported beside {torch_build()}: {failure}", REPAIR
+        if not hasattr(torch, "npu"):
+            return f"{_torch_npu()} is incomplete: importing it brings no torch.npu", f"reinstall torch-npu: {INSTALL}"
+    return fork_obstacle(_npu(), "torch.npu")
+
+
+def _count() -> int:
+    return int(_npu().device_count()) if _npu().is_available() else 0
+
+
+def _device(index: int) -> DeviceInfo:
+    name = str(_npu().get_device_name(index))
+    return DeviceInfo(f"npu:{index}", name, name, int(_npu().get_device_properties(index).total_memory))
+
+
+def _npu() -> Any:
+    """The namespace `torch.npu`, which torch_npu adds to PyTorch."""
+    return getattr(torch, "npu")  # noqa: B009  (PyTorch's types do not know it)
+
+
+def _torch_npu() -> str:
+    return f"torch-npu {version_of('torch-npu') or 'without metadata'}"

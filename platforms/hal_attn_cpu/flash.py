@@ -13,6 +13,7 @@ from hal_attn.masks import additive_mask, clear_unseen, visible_keys
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 from hal_attn_cpu.ring import BatchedBackend
+from hal_attn_cpu.rules import positive_scale_rule
 
 
 class CpuFlashBackend(BatchedBackend):
@@ -41,6 +42,9 @@ class CpuFlashBackend(BatchedBackend):
         if hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
             return None
         return Refusal("installed", f"PyTorch {torch.__version__}", "PyTorch with the CPU flash kernel, 2.2 or later")
+
+    def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
+        return super().refusals(request) + positive_scale_rule(request)
 
     def bind(self, request: AttentionRequest) -> Callable[..., AttentionResult] | None:
         kernel, causal, scale = _kernel(), request.causal, request.scale

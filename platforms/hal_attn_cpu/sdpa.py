@@ -12,8 +12,10 @@ from hal_attn.backend import AttentionResult
 from hal_attn.capabilities import Capabilities
 from hal_attn.chunked import chunked_lse
 from hal_attn.masks import additive_mask, clear_unseen, visible_keys
+from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 from hal_attn_cpu.ring import BatchedBackend
+from hal_attn_cpu.rules import positive_scale_rule
 
 
 class CpuSdpaBackend(BatchedBackend):
@@ -39,6 +41,9 @@ class CpuSdpaBackend(BatchedBackend):
         gradients=True,
         option_gradients=frozenset({"mask"}),
     )
+
+    def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
+        return super().refusals(request) + positive_scale_rule(request)
 
     def bind(self, request: AttentionRequest) -> Callable[..., AttentionResult] | None:
         causal, scale, dropout_p = request.causal, request.scale, request.dropout_p

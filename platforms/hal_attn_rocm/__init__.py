@@ -1,1 +1,1 @@
-"""placeholder"""
+"""AMD: finds its devices and library versions. It has no attention backend yet."""

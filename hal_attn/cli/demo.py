@@ -1,0 +1,203 @@
+"""`hal-attn demo`: a real sentence encoder on real text, packed, against its own padded attention."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Protocol
+
+import torch
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from hal_attn import inventory
+from hal_attn.cli import output
+from hal_attn.demo.comparison import REQUIRED_COSINE
+from hal_attn.demo.model import NAME
+from hal_attn.demo.run import REPEATS, Outcome, run_demo
+from hal_attn.demo.sentences import TITLE, load_sentences
+from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.registry import default_registry
+from hal_attn.selection import Candidate, Selection
+from hal_attn.settings import read
+
+QUERY = "Would a cat eat a bat?"
+
+
+class ReportProgress(Protocol):
+    """What is being done, the steps of it that are done, and how many it has."""
+
+    def __call__(self, description: str, done: int, steps: int) -> None: ...
+
+
+def demo(
+    query: Annotated[str, typer.Argument(help="What to look for in the text.")] = QUERY,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only this many sentences; all if not given.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many of the nearest sentences to show.")] = 5,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sentences of a batch.")] = 32,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="As in cuda:0; the accelerator, else cpu.")] = None,
+    backend: Annotated[str | None, typer.Option(metavar="NAME,..", help="Only these, in this order.")] = None,
+    as_json: output.Json = False,
+) -> None:
+    """Run a real encoder packed over real text, check it against its padded attention, and answer a query."""
+    if not query.strip():
+        raise InvalidAttentionInputError("QUERY", repr(query), "text to look for")
+    sentences = load_sentences(limit)
+    target = _device(device)
+    with _progress(quiet=as_json) as progress:
+        outcome = run_demo(
+            sentences,
+            query,
+            device=target,
+            backend=None if backend is None else [name.strip() for name in backend.split(",")],
+            batch_size=batch_size,
+            top=top,
+            progress=progress,
+        )
+    if as_json:
+        output.print_json(_as_json(outcome, sentences, query, target, batch_size))
+    else:
+        _print(outcome, sentences, query, target, batch_size)
+    if not outcome.ok:
+        raise typer.Exit(1)
+
+
+def _device(name: str | None) -> torch.device:
+    """The device asked for, where a platform here runs it; without a name the first accelerator here, else the CPU."""
+    registry, settings = default_registry(), read()
+    here = [status for status in inventory.platforms(registry) if settings.platform in (None, status.name)]
+    names = [found.device for status in here if status.available for found in status.devices]
+    if name is None:
+        name = next((found for found in names if found != "cpu"), "cpu") if settings.simulate is None else "cpu"
+    try:
+        device = torch.device(name)
+        registry.platform_for(device, settings)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # PyTorch's ways to say that a device is not there
+        reason = str(error).partition("\n")[0]
+        raise InvalidAttentionInputError("--device", f"{name!r} ({reason})", f"one of {', '.join(names)}") from None
+    return device
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[ReportProgress]:
+    """A bar on stderr while it runs; none where nobody would see it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    # The console's own answer is also yes where FORCE_COLOR is set, in a pipe too.
+    disable = quiet or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=disable) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda description, done, steps: bar.update(task, description=description, completed=done, total=steps)
+
+
+def _as_json(
+    outcome: Outcome, sentences: Sequence[str], query: str, device: torch.device, batch_size: int
+) -> dict[str, object]:
+    selection = outcome.selection
+    return {
+        "ok": outcome.ok,
+        "model": NAME,
+        "text": TITLE,
+        "sentences": len(sentences),
+        "shortest_tokens": min(outcome.lengths),
+        "longest_tokens": max(outcome.lengths),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "platform": {"name": selection.platform.name, "simulated": selection.platform.simulated},
+        "chosen": selection.chosen.name if selection.chosen else None,
+        "source": selection.source,
+        "notes": list(selection.notes),
+        "considered": [
+            {
+                "backend": candidate.backend.name,
+                "verdict": _verdict(candidate, selection),
+                "refusals": [asdict(refusal) for refusal in candidate.refusals],
+            }
+            for candidate in selection.considered
+        ],
+        "batch_size": batch_size,
+        "repeats": REPEATS,
+        "runs": [{"name": run.name, "tokens": run.tokens, "seconds": run.seconds} for run in outcome.runs],
+        "min_cosine": outcome.min_cosine,
+        "required_cosine": REQUIRED_COSINE,
+        "query": query,
+        "nearest": [{"score": match.score, "sentence": sentences[match.index]} for match in outcome.matches],
+    }
+
+
+def _verdict(candidate: Candidate, selection: Selection) -> str:
+    if candidate.backend is selection.chosen:
+        return "chosen"
+    return "refused" if candidate.refusals else "takes it"
+
+
+def _print(outcome: Outcome, sentences: Sequence[str], query: str, device: torch.device, batch_size: int) -> None:
+    output.show(
+        f"{NAME} over {len(sentences)} sentences of {TITLE},",
+        f"of {min(outcome.lengths)} to {max(outcome.lengths)} tokens, in batches of {batch_size} "
+        f"on {device} ({torch.get_num_threads()} CPU threads)",
+        "",
+        *_selection(outcome.selection),
+        "",
+        *_runs(outcome),
+        "",
+        _agreement(outcome),
+        "",
+        f"Nearest to {query!r}:",
+        "",
+        output.table(("Score", "Sentence"), [(f"{m.score:.3f}", sentences[m.index]) for m in outcome.matches]),
+    )
+
+
+def _selection(selection: Selection) -> tuple[RenderableType, ...]:
+    """The backend of the packed calls, who decided, and every candidate with what it refuses by."""
+    platform, chosen = selection.platform, selection.chosen
+    facts: dict[str, RenderableType] = {
+        "Attention": selection.request.describe(),
+        "Platform": f"{platform.name} (SIMULATED)" if platform.simulated else platform.name,
+        "Backend": Text(chosen.name if chosen else "none", style="bold green" if chosen else "bold red"),
+        "Decided by": selection.source,
+    }
+    if selection.notes:
+        facts["Note"] = "\n".join(selection.notes)
+    rows = [
+        (
+            candidate.backend.name,
+            output.state(_verdict(candidate, selection)),
+            output.bullets([output.refusal(refusal, refusal.hint) for refusal in candidate.refusals]),
+        )
+        for candidate in selection.considered
+    ]
+    return output.fields(facts), "", output.table(("Candidate", "Verdict", "Why not"), rows)
+
+
+def _runs(outcome: Outcome) -> tuple[RenderableType, ...]:
+    packed = outcome.runs[0]
+    rows = [
+        (
+            run.name,
+            f"{run.tokens:>8,}  {run.tokens / packed.tokens:>5.2f}x",
+            f"{run.seconds:>6.2f} s  {run.seconds / packed.seconds:>5.2f}x",
+        )
+        for run in outcome.runs
+    ]
+    note = f"Tokens include padding. Times are the median of {REPEATS} passes; the runs take turns, batch size alike."
+    return output.table(("Run", "Tokens computed", "Time"), rows), "", note
+
+
+def _agreement(outcome: Outcome) -> Text:
+    verdict, style = ("they agree", "green") if outcome.ok else ("WRONG: they differ", "bold red")
+    return Text(
+        f"Lowest cosine similarity of packed with padded: {outcome.min_cosine:.7f}, "
+        f"required {REQUIRED_COSINE}: {verdict}.",
+        style=style,
+    )

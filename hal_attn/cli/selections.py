@@ -1,0 +1,86 @@
+"""How the verbs show a selection, and where they find the device of a call."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+
+from hal_attn import inventory
+from hal_attn.cli import output
+from hal_attn.errors import InvalidAttentionInputError, UnsupportedAttentionError
+from hal_attn.registry import Registry
+from hal_attn.selection import Candidate, Selection
+from hal_attn.settings import read
+
+
+def candidates_table(selection: Selection) -> Table:
+    """Every candidate in the order of preference, and each rule by which it refuses."""
+    rows: list[tuple[RenderableType, ...]] = [
+        (
+            candidate.backend.name,
+            output.state(verdict(candidate, selection)),
+            output.bullets([output.refusal(reason, reason.hint) for reason in candidate.refusals]),
+        )
+        for candidate in selection.considered
+    ]
+    return output.table(("Candidate", "Verdict", "Why not"), rows)
+
+
+def selection_json(selection: Selection) -> dict[str, object]:
+    """A selection as JSON: platform, chosen, source, notes, considered."""
+    return {
+        "platform": {"name": selection.platform.name, "simulated": selection.platform.simulated},
+        "chosen": selection.chosen.name if selection.chosen else None,
+        "source": selection.source,
+        "notes": list(selection.notes),
+        "considered": [
+            {
+                "backend": candidate.backend.name,
+                "verdict": verdict(candidate, selection),
+                "refusals": [asdict(reason) for reason in candidate.refusals],
+            }
+            for candidate in selection.considered
+        ],
+    }
+
+
+def verdict(candidate: Candidate, selection: Selection) -> str:
+    """What came of a candidate: "chosen", "takes it" (but another was preferred) or "refused"."""
+    if candidate.backend is selection.chosen:
+        return "chosen"
+    return "refused" if candidate.refusals else "takes it"
+
+
+def find_device(name: str | None, registry: Registry) -> torch.device:
+    """The device asked for, where a platform here runs it; without a name the first accelerator here, else the CPU.
+
+    Raises:
+        InvalidAttentionInputError: no name of a device, or of one that is not here.
+        UnsupportedAttentionError: no platform here runs tensors on it.
+    """
+    settings = read()
+    if name is None:
+        here = [status for status in inventory.platforms(registry) if settings.platform in (None, status.name)]
+        names = [device.device for status in here if status.available for device in status.devices]
+        # A simulated platform may call its devices by the vendor's name; its tensors are the CPU's.
+        name = "cpu" if settings.simulate else next((found for found in names if found != "cpu"), "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        # PyTorch knows some device types ("npu") only once a vendor's package is loaded; its platform says what lacks.
+        for platform in registry.platforms:
+            found = registry.detection(platform)
+            if platform.device_type == name.partition(":")[0] and not found.available:
+                reason = f"{platform.name} owns it, but: {found.reason}. {found.remedy}".rstrip()
+                raise UnsupportedAttentionError(f"no platform runs tensors on device {name}: {reason}") from None
+        raise InvalidAttentionInputError("--device", repr(name), "a device of PyTorch, as in cpu or cuda:0") from None
+    registry.platform_for(device, settings)
+    try:
+        torch.empty((), device=device)
+    except (RuntimeError, AssertionError) as error:  # PyTorch's ways to say that a device is not there
+        reason = str(error).partition("\n")[0]
+        raise InvalidAttentionInputError("--device", f"{device} ({reason})", "a device that is here") from None
+    return device

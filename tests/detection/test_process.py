@@ -1,0 +1,70 @@
+"""What importing `hal_attn` costs and touches, and what a forked child can do."""
+
+import pytest
+
+IMPORT_COST = """
+import json, time, torch
+start = time.perf_counter()
+import hal_attn
+print(json.dumps(time.perf_counter() - start))
+"""
+
+# Libraries that hal_attn depends on are imported first: what they read is theirs.
+ENVIRONMENT_READS = """
+import json, os, torch, filelock, platformdirs
+reads = []
+class Recording(type(os.environ)):
+    def __getitem__(self, name):
+        reads.append(name)
+        return super().__getitem__(name)
+    def __iter__(self):
+        reads.append("all of it")
+        return super().__iter__()
+os.environ.__class__ = Recording
+os.environ.get("SEEN")
+import hal_attn
+print(json.dumps([reads, torch.cuda.is_initialized()]))
+"""
+
+# The alarm ends a child that hangs. One thread, as PyTorch's own data loader sets it: an OpenMP parallel region never ends
+# in a child whose parent ran one before, in PyTorch's own operators as well.
+FORK = """
+import json, os, signal, torch, hal_attn
+query = torch.arange(64, dtype=torch.float32).view(1, 4, 2, 8)
+def answers():
+    output = hal_attn.attention(query, query, query, causal=True)
+    return [output.flatten().tolist(), [[p.name, p.available, p.remedy] for p in hal_attn.platforms()]]
+parent = answers() if {used_before} else None
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    if parent:
+        torch.set_num_threads(1)
+    os.write(write, json.dumps(answers()).encode())
+    os._exit(0)
+os.close(write)
+with os.fdopen(read) as pipe:
+    text = pipe.read()
+_, status = os.waitpid(child, 0)
+assert status == 0
+print(json.dumps([json.loads(text), parent or answers()]))
+"""
+
+
+def test_import_is_quick(interpreter):
+    """Beyond importing PyTorch, the best of five: under 0.15 s."""
+    assert min(interpreter(IMPORT_COST) for _ in range(5)) < 0.15
+
+
+def test_import_reads_no_environment_and_initialises_no_device(interpreter):
+    reads, initialised = interpreter(ENVIRONMENT_READS)
+    assert reads == ["SEEN"]
+    assert not initialised
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_forked_child_answers_as_its_parent(interpreter, used_before):
+    (output, statuses), (parents_output, parents_statuses) = interpreter(FORK.format(used_before=used_before))
+    assert output == pytest.approx(parents_output)
+    assert statuses == parents_statuses

@@ -1,0 +1,56 @@
+"""Attention by plain PyTorch operators in the dtype of the inputs: the yardstick of SEMANTICS rule 12, not an oracle."""
+
+import torch
+
+
+def plain_attention(
+    query,
+    key,
+    value,
+    *,
+    scale=None,
+    causal=False,
+    window_size=None,
+    mask=None,
+    key_padding_mask=None,
+    softcap=0.0,
+    sinks=None,
+    alibi_slopes=None,
+):
+    """`[B, S, H, D]` inputs -> (output `[B, Sq, H, Dv]`, LSE `[B, H, Sq]`), everything in the dtype of `query`."""
+    dtype = query.dtype
+    group = query.shape[2] // key.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ k.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    seqlen_q, seqlen_k = scores.shape[-2:]
+    distance = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)
+    left, right = window_size or (-1, -1)
+    hidden = torch.zeros_like(scores, dtype=torch.bool)
+    if causal:
+        hidden |= distance < 0
+    if left is not None and left >= 0:
+        hidden |= distance > left
+    if right is not None and right >= 0:
+        hidden |= distance < -right
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            hidden |= ~mask
+        else:
+            scores = scores + mask.to(dtype)
+    if key_padding_mask is not None:
+        hidden |= ~key_padding_mask[:, None, None, :]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.expand(query.shape[0], query.shape[2])[:, :, None, None]
+        scores = scores - slopes.to(dtype) * distance.abs().to(dtype)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        extra = sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, extra], dim=-1)
+        v = torch.cat([v, v.new_zeros(*v.shape[:2], 1, v.shape[-1])], dim=2)
+    dead = torch.isneginf(scores).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
+    lse = torch.logsumexp(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead[..., 0], -torch.inf)
+    return (weights @ v).transpose(1, 2), lse
