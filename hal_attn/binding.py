@@ -97,7 +97,10 @@ def explain_call(
     else:
         request = packed_request(query, key, value, sequences, options)
     explicit = explicit_names(backend, settings)
-    return tuned(select(request, registry, settings, explicit), registry, settings, explicit, None)
+    selection = select(request, registry, settings, explicit)
+    if sequences is not None:
+        _check_empty(sequences, selection, settings)
+    return tuned(selection, registry, settings, explicit, None)
 
 
 def _dense_call(backend: AttentionBackend, request: AttentionRequest, with_tensors: bool) -> BoundCall:

@@ -85,7 +85,10 @@ def _visibility(has: Capabilities, wants: AttentionRequest) -> Iterator[Refusal]
     if wants.mask == "float" and has.mask_dtype_of_query and wants.mask_dtype != wants.dtype:
         have = "no dtype" if wants.mask_dtype is None else _short(wants.mask_dtype)
         yield Refusal(
-            "mask", f"a {have} mask", f"the dtype of query, {_short(wants.dtype)}", "another would be rounded"
+            "mask",
+            f"a {have} mask",
+            f"the dtype of query, {_short(wants.dtype)}",
+            "mask.to(query.dtype), if rounding it is right",
         )
     if wants.key_padding_mask and not has.key_padding_mask:
         yield Refusal("key_padding_mask", "given", "none", "pack the sequences instead: varlen_attention")
@@ -107,12 +110,17 @@ def _options(has: Capabilities, wants: AttentionRequest) -> Iterator[Refusal]:
 
 def _results(has: Capabilities, wants: AttentionRequest) -> Iterator[Refusal]:
     if wants.return_lse and not has.lse:
-        yield Refusal("return_lse", "return_lse=True", "return_lse=False", "this kernel gives no LSE")
+        yield Refusal("return_lse", "return_lse=True", "return_lse=False")
     if wants.needs_grad and not has.gradients:
         yield Refusal("gradients", "inputs that require gradients", "inference", "call it under torch.no_grad()")
     wants_grad = wants.needs_grad or bool(wants.needs_option_grad)
     if wants.return_lse and wants_grad and has.gradients and not has.lse_gradient:
-        yield Refusal("return_lse", "an LSE whose gradient may be wanted", "no gradients", "it would be lost silently")
+        yield Refusal(
+            "return_lse",
+            "an LSE whose gradient may be wanted",
+            "no gradients",
+            "detach the inputs or leave return_lse off",
+        )
     for name in wants.needs_option_grad:
         if name not in has.option_gradients:
             yield Refusal("gradients", f"{name} that requires a gradient", f"{name} without", f"{name}.detach()")

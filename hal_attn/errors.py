@@ -21,29 +21,45 @@ class InvalidAttentionInputError(HalAttnError, ValueError):
 
     def __init__(self, argument: str, got: object, allowed: str, remedy: str = "") -> None:
         self.argument = argument
-        text = f"{argument}: got {got}; allowed: {allowed}"
+        self._parts = (argument, shortened(got), allowed, remedy)
+        text = f"{argument}: got {self._parts[1]}; allowed: {allowed}"
         super().__init__(f"{text}. {remedy}" if remedy else text)
+
+    def __reduce__(self) -> tuple[type[InvalidAttentionInputError], tuple[str, str, str, str]]:
+        return type(self), self._parts
 
 
 class UnsupportedAttentionError(HalAttnError, NotImplementedError):
     """The input is right, but nothing here can run it; `refusals` maps each backend to its reasons."""
 
     def __init__(self, message: str, refusals: Sequence[tuple[str, tuple[Refusal, ...]]] = ()) -> None:
-        self.refusals = tuple(refusals)
+        self.message, self.refusals = message, tuple(refusals)
         lines = [message]
         for name, reasons in self.refusals:
             lines.append(f"  {name}:")
             lines.extend(f"    - {reason}" for reason in reasons)
         super().__init__("\n".join(lines))
 
+    def __reduce__(self) -> tuple[type[UnsupportedAttentionError], tuple[str, object]]:
+        return type(self), (self.message, self.refusals)
+
 
 class BackendNotAvailableError(HalAttnError, RuntimeError):
     """A backend was named that is missing or broken here; the message says how to get it."""
 
     def __init__(self, message: str, refusals: Sequence[tuple[str, tuple[Refusal, ...]]] = ()) -> None:
-        self.refusals = tuple(refusals)
+        self.message, self.refusals = message, tuple(refusals)
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[BackendNotAvailableError], tuple[str, object]]:
+        return type(self), (self.message, self.refusals)
 
 
 class ConfigurationError(HalAttnError, ValueError):
     """An environment variable or a setting is wrong; the message lists the right values."""
+
+
+def shortened(value: object, limit: int = 300) -> str:
+    """`value` as text of at most `limit` characters: a wrong value can be of any size, a message cannot."""
+    text = str(value)
+    return text if len(text) <= limit else f"{text[: limit - 24]}... ({len(text)} characters)"

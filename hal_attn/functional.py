@@ -14,7 +14,7 @@ from torch import Tensor
 from hal_attn.backend import AttentionBackend, AttentionResult
 from hal_attn.binding import BoundCall, bind_dense, bind_packed, explain_call
 from hal_attn.errors import InvalidAttentionInputError
-from hal_attn.packing import PackedSequences, check_offsets, host_offsets
+from hal_attn.packing import PackedSequences, check_offsets
 from hal_attn.registry import default_registry
 from hal_attn.selection import Selection, override, require
 from hal_attn.settings import fingerprint, read
@@ -271,6 +271,9 @@ def _identity(query: Tensor, key: Tensor, value: Tensor) -> tuple[object, ...]:
         query.dtype,
         key.dtype,
         value.dtype,
+        query.layout,
+        key.layout,
+        value.layout,
         query.device,
         key.device,
         value.device,
@@ -287,13 +290,13 @@ def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 def _kinds(given: dict[str, Tensor]) -> tuple[object, ...]:
     wants_grad = torch.is_grad_enabled()
-    return tuple((n, t.shape, t.dtype, t.device, wants_grad and t.requires_grad) for n, t in given.items())
+    return tuple((n, t.shape, t.dtype, t.layout, t.device, wants_grad and t.requires_grad) for n, t in given.items())
 
 
 def _window_identity(window_size: Window) -> object:
     """The window with its types: 3.0 equals 3, but only one of them is a window."""
     assert window_size is not None
-    return tuple((edge, edge.__class__) for edge in window_size)
+    return (window_size.__class__, *((edge, edge.__class__) for edge in window_size))
 
 
 def _remember(identity: object, call: BoundCall) -> None:
@@ -341,11 +344,12 @@ def _sequences(
     on_host = offsets.device.type == "cpu" or (queries[2] is not None and (keys[0] is None or keys[2] is not None))
     if not on_host and longest is not None and longest_k is not None:
         return PackedSequences.from_device_offsets(offsets, offsets_k, longest, longest_k)
-    made = PackedSequences.from_cu_seqlens(
-        offsets,
-        None if keys[0] is None else offsets_k,
-        host=None if queries[2] is None else host_offsets("cu_seqlens_host", queries[2]),
-        host_k=None if keys[2] is None else host_offsets("cu_seqlens_k_host", keys[2]),
+    given = (
+        "cu_seqlens" if queries[2] is None else "cu_seqlens_host",
+        "cu_seqlens_k" if keys[2] is None else "cu_seqlens_k_host",
+    )
+    made = PackedSequences.checked(
+        queries[0], keys[0], queries[2], keys[2], names=("cu_seqlens_host", "cu_seqlens_k_host"), source=given
     )
     for name, bound, have in (("max_seqlen", longest, made.max_seqlen), ("max_seqlen_k", longest_k, made.max_seqlen_k)):
         if bound is not None and bound < have:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from hal_attn import settings as environment
+from hal_attn.guard import attempt
 from hal_attn.platform import DeviceInfo, Platform
 from hal_attn.refusal import Refusal
-from hal_attn.registry import Registry, default_registry, describe_exception
+from hal_attn.registry import Registry, default_registry
+from hal_attn.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,10 @@ class BackendStatus:
     simulated: bool
 
 
-def platforms(registry: Registry | None = None) -> tuple[PlatformStatus, ...]:
+def platforms(registry: Registry | None = None, settings: Settings | None = None) -> tuple[PlatformStatus, ...]:
     """Every platform: available, devices and versions, or the reason and the remedy. A broken plugin is one of them."""
     registry = registry or default_registry()
-    found = [_platform_status(registry, platform) for platform in _all(registry)]
+    found = [_platform_status(registry, platform) for platform in _all(registry, settings)]
     found += [
         PlatformStatus(
             broken.name, False, f"broken plugin: {broken.reason}", "reinstall or remove it", (), (), "", False
@@ -51,20 +53,26 @@ def platforms(registry: Registry | None = None) -> tuple[PlatformStatus, ...]:
     return tuple(found)
 
 
-def backends(device: torch.device | str | None = None, registry: Registry | None = None) -> tuple[BackendStatus, ...]:
+def backends(
+    device: torch.device | str | None = None, registry: Registry | None = None, settings: Settings | None = None
+) -> tuple[BackendStatus, ...]:
     """Every backend, or those for tensors on `device`: usable here, or why not.
 
     Raises:
         UnsupportedAttentionError: no platform owns `device`.
     """
     registry = registry or default_registry()
-    owners = _all(registry) if device is None else (registry.platform_for(torch.device(device), environment.read()),)
+    owners = (
+        _all(registry, settings)
+        if device is None
+        else (registry.platform_for(torch.device(device), settings or environment.read()),)
+    )
     return tuple(status for platform in owners for status in _backend_statuses(registry, platform))
 
 
-def _all(registry: Registry) -> tuple[Platform, ...]:
+def _all(registry: Registry, settings: Settings | None) -> tuple[Platform, ...]:
     """The platforms, with the simulated one in the place of the real where HAL_ATTN_SIMULATE asks for it."""
-    wanted = environment.read().simulate
+    wanted = (settings or environment.read()).simulate
     if wanted is None:
         return registry.platforms
     simulated = registry.simulation(wanted)
@@ -76,10 +84,9 @@ def _platform_status(registry: Registry, platform: Platform) -> PlatformStatus:
     devices: tuple[DeviceInfo, ...] = ()
     reason, available = found.reason, found.available
     if available:
-        try:
-            devices = platform.devices()
-        except Exception as error:  # a vendor's driver may fail in any way; the reason is shown
-            reason, available = f"its devices cannot be listed: {describe_exception(error)}", False
+        devices, failure = attempt(platform.devices, ())
+        if failure:
+            reason, available = f"its devices cannot be listed: {failure}", False
     return PlatformStatus(
         platform.name,
         available,

@@ -29,6 +29,7 @@ class PackedSequences:
             equal objects where keys are packed like queries.
         max_seqlen, max_seqlen_k: the longest sequence, or a bound that the caller gave.
         count: number of sequences.
+        source: what the caller calls the query and the key offsets, for errors.
     """
 
     cu_seqlens_host: tuple[int, ...] | None
@@ -37,7 +38,8 @@ class PackedSequences:
     max_seqlen_k: int
     count: int
     device: torch.device | None = None
-    same_lengths_object: bool = False
+    same_lengths: bool = False
+    source: tuple[str, str] = ("sequences", "sequences")
     _offsets: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _memo: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
@@ -77,22 +79,35 @@ class PackedSequences:
         Raises:
             InvalidAttentionInputError: offsets that are none, or that differ in number between queries and keys.
         """
+        return cls.checked(cu_seqlens, cu_seqlens_k, host, host_k, names=("host", "host_k"))
+
+    @classmethod
+    def checked(
+        cls,
+        cu_seqlens: Tensor,
+        cu_seqlens_k: Tensor | None,
+        host: Sequence[int] | Tensor | None,
+        host_k: Sequence[int] | Tensor | None,
+        names: tuple[str, str],
+        source: tuple[str, str] = ("sequences", "sequences"),
+    ) -> PackedSequences:
+        """`from_cu_seqlens` for a caller whose host offsets are called `names`, all of them `source`."""
         offsets = check_offsets("cu_seqlens", cu_seqlens)
         offsets_k = offsets if cu_seqlens_k is None else check_offsets("cu_seqlens_k", cu_seqlens_k)
         if offsets_k.device != offsets.device:
             raise InvalidAttentionInputError("cu_seqlens_k", f"device {offsets_k.device}", f"device {offsets.device}")
         if offsets.device.type == "meta":
             raise InvalidAttentionInputError("cu_seqlens", "a meta tensor", "a tensor with values on a device")
-        host_q = host_offsets("host", offsets if host is None else host)
-        if cu_seqlens_k is None:
-            if host_k is not None:
-                raise InvalidAttentionInputError("host_k", "given", "None unless cu_seqlens_k is given")
-            both = host_q
-        else:
-            both = host_offsets("host_k", offsets_k if host_k is None else host_k)
-        _check_counts(offsets.numel() - 1, len(host_q) - 1, "host")
-        _check_counts(len(host_q) - 1, len(both) - 1, "cu_seqlens_k")
-        return cls._from_host(host_q, both, device=offsets.device, offsets=(offsets, offsets_k))
+        if cu_seqlens_k is None and host_k is not None:
+            raise InvalidAttentionInputError(names[1], "given", "None unless cu_seqlens_k is given")
+        _check_counts(offsets.numel() - 1, offsets_k.numel() - 1, "cu_seqlens_k")
+        host_q = host_offsets("cu_seqlens", cu_seqlens) if host is None else host_offsets(names[0], host)
+        _check_counts(offsets.numel() - 1, len(host_q) - 1, names[0])
+        both = host_q
+        if cu_seqlens_k is not None:
+            both = host_offsets("cu_seqlens_k", cu_seqlens_k) if host_k is None else host_offsets(names[1], host_k)
+            _check_counts(offsets.numel() - 1, len(both) - 1, names[1])
+        return cls._from_host(host_q, both, device=offsets.device, offsets=(offsets, offsets_k), source=source)
 
     @classmethod
     def from_device_offsets(
@@ -108,6 +123,7 @@ class PackedSequences:
             offsets.numel() - 1,
             offsets.device,
             offsets_k is offsets,
+            ("cu_seqlens", "cu_seqlens_k"),
             {offsets.device: (offsets, offsets_k)},
         )
 
@@ -119,12 +135,13 @@ class PackedSequences:
         *,
         device: torch.device | None,
         offsets: tuple[Tensor, Tensor] | None = None,
+        source: tuple[str, str] = ("sequences", "sequences"),
     ) -> PackedSequences:
         same = host_k is host or host_k == host
-        known = {} if offsets is None or device is None else {device: offsets if not same else (offsets[0], offsets[0])}
+        known = {} if offsets is None or device is None else {device: offsets}
         longest = max(_differences(host), default=0)
         longest_k = longest if same else max(_differences(host_k), default=0)
-        return cls(host, host if same else host_k, longest, longest_k, len(host) - 1, device, same, known)
+        return cls(host, host if same else host_k, longest, longest_k, len(host) - 1, device, same, source, known)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -134,7 +151,7 @@ class PackedSequences:
     @cached_property
     def lengths_k(self) -> tuple[int, ...]:
         """Key length of each sequence; reads the device where the host does not know them."""
-        return self.lengths if self.same_lengths_object else _differences(self._host_or_read(1))
+        return self.lengths if self.same_lengths else _differences(self._host_or_read(1))
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -149,7 +166,7 @@ class PackedSequences:
     @cached_property
     def equal_lengths(self) -> bool:
         """Every sequence is known to have as many queries as keys."""
-        return self.same_lengths_object
+        return self.same_lengths
 
     @cached_property
     def uniform(self) -> bool:
@@ -169,8 +186,11 @@ class PackedSequences:
     @cached_property
     def signature(self) -> tuple[object, ...]:
         """What a bound call depends on; made once, so that a call only compares it."""
-        return (self.count, self.max_seqlen, self.max_seqlen_k, self.equal_lengths, self.uniform, bool(self.empty),
-                self.cu_seqlens_host is None, self.device)  # fmt: skip
+        totals: tuple[int, int] | None = None
+        if self.cu_seqlens_host is not None and self.cu_seqlens_k_host is not None:
+            totals = (self.cu_seqlens_host[-1], self.cu_seqlens_k_host[-1])
+        shape = (self.count, self.max_seqlen, self.max_seqlen_k, self.equal_lengths, self.uniform)
+        return (totals, shape, bool(self.empty), self.device)
 
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cu_seqlens, cu_seqlens_k) on `device`, int32, copied there once and without waiting."""
@@ -178,7 +198,7 @@ class PackedSequences:
             assert self.cu_seqlens_host is not None
             assert self.cu_seqlens_k_host is not None
             first = _to_device(self.cu_seqlens_host, device)
-            second = first if self.same_lengths_object else _to_device(self.cu_seqlens_k_host, device)
+            second = first if self.same_lengths else _to_device(self.cu_seqlens_k_host, device)
             self._offsets[device] = (first, second)
         return self._offsets[device]
 
@@ -197,24 +217,25 @@ class PackedSequences:
                     "HAL_ATTN_EMPTY_SEQUENCES=compact answers it exactly",
                 )
         kept = [i for i in range(self.count) if i not in set(self.empty)]
-        lengths_k = None if self.same_lengths_object else [self.lengths_k[i] for i in kept]
+        lengths_k = None if self.same_lengths else [self.lengths_k[i] for i in kept]
         return PackedSequences.from_lengths([self.lengths[i] for i in kept], lengths_k, device=self.device)
 
     def check_tensors(self, query: Tensor, key: Tensor) -> None:
         """Raises InvalidAttentionInputError unless the offsets end at the last rows of these, on their device."""
         if self.device is not None and self.device != query.device:
             raise InvalidAttentionInputError(
-                "cu_seqlens",
+                self.source[0].removesuffix("_host"),
                 f"offsets on device {self.device}",
                 f"the device of query, {query.device}",
                 "make the sequences with device=query.device, or from lengths without a device",
             )
-        for side, host, tensor in (("", self.cu_seqlens_host, query), ("_k", self.cu_seqlens_k_host, key)):
+        hosts = (self.cu_seqlens_host, self.cu_seqlens_k_host)
+        for argument, host, tensor, side in zip(self.source, hosts, (query, key), ("query", "key"), strict=True):
             if host is not None and host[-1] != tensor.shape[0]:
                 raise InvalidAttentionInputError(
-                    f"cu_seqlens{side}",
+                    argument,
                     f"offsets that end at {host[-1]}",
-                    f"the token count of {'key' if side else 'query'}, {tensor.shape[0]}",
+                    f"the token count of {side}, {tensor.shape[0]}",
                     "offsets are cumulative lengths with a leading 0",
                 )
 
@@ -251,12 +272,14 @@ def pack(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
         raise InvalidAttentionInputError("lengths", f"{len(lengths)} lengths", f"the batch, {tensor.shape[0]}")
     if max(lengths, default=0) > tensor.shape[1]:
         raise InvalidAttentionInputError("lengths", f"a length of {max(lengths)}", f"at most {tensor.shape[1]} rows")
+    lengths = _differences(_accumulate("lengths", lengths))
     parts = [tensor[index, :length] for index, length in enumerate(lengths)]
     return torch.cat(parts) if parts else tensor.reshape(0, *tensor.shape[2:])
 
 
 def unpack(tensor: Tensor, lengths: Sequence[int], padding: float = 0.0) -> Tensor:
     """`[T, ...]` -> `[B, max(lengths), ...]`, each sequence followed by rows of `padding`."""
+    lengths = _differences(_accumulate("lengths", lengths))
     if sum(lengths) != tensor.shape[0]:
         raise InvalidAttentionInputError("lengths", f"a sum of {sum(lengths)}", f"the rows, {tensor.shape[0]}")
     if not lengths:
@@ -274,25 +297,34 @@ def check_offsets(name: str, offsets: object) -> Tensor:
         raise InvalidAttentionInputError(name, f"dtype {offsets.dtype}", allowed)
     if offsets.dim() != 1 or offsets.numel() == 0:
         raise InvalidAttentionInputError(name, f"shape {tuple(offsets.shape)}", allowed)
+    if offsets.dtype == torch.int64 and offsets.device.type == "cpu" and int(offsets.abs().max()) >= 2**31:
+        raise InvalidAttentionInputError(name, f"an offset of {int(offsets.abs().max())}", "offsets below 2**31")
     return offsets.to(torch.int32).contiguous()
 
 
 def host_offsets(name: str, offsets: Sequence[int] | Tensor) -> tuple[int, ...]:
     """Offsets as a tuple, checked: they start at 0 and never fall."""
-    values = tuple(offsets.tolist()) if isinstance(offsets, Tensor) else tuple(offsets)
-    label = "cu_seqlens" if name == "host" else "cu_seqlens_k" if name == "host_k" else name
+    if isinstance(offsets, Tensor):
+        check_offsets(name, offsets)
+        values = tuple(offsets.tolist())
+    elif isinstance(offsets, Sequence) and not isinstance(offsets, str):
+        values = tuple(offsets)
+    else:
+        raise InvalidAttentionInputError(
+            name, f"a {type(offsets).__name__}", "offsets: a tuple or list of whole numbers"
+        )
     if any(isinstance(value, bool) or not isinstance(value, int) for value in values):
-        raise InvalidAttentionInputError(label, str(_short(values)), "whole numbers")
+        raise InvalidAttentionInputError(name, str(_short(values)), "whole numbers")
     if not values or values[0] != 0:
         raise InvalidAttentionInputError(
-            label,
+            name,
             f"offsets {_short(values)}",
             "offsets that start at 0",
             "plain lengths go in PackedSequences.from_lengths(lengths)",
         )
     for index, (before, after) in enumerate(itertools.pairwise(values)):
         if after < before:
-            raise InvalidAttentionInputError(label, f"{before} then {after} at {index}", "offsets that never fall")
+            raise InvalidAttentionInputError(name, f"{before} then {after} at {index}", "offsets that never fall")
     return values
 
 
@@ -303,6 +335,8 @@ def _accumulate(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
             got = f"a {lengths.dim()}-D {lengths.dtype} tensor on {lengths.device}"
             raise InvalidAttentionInputError(name, got, allowed)
         lengths = lengths.tolist()
+    elif not isinstance(lengths, Sequence) or isinstance(lengths, str):
+        raise InvalidAttentionInputError(name, f"a {type(lengths).__name__}", f"a tuple or list of {allowed}")
     for length in lengths:
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise InvalidAttentionInputError(name, repr(length), allowed)

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
+from hal_attn.guard import attempt
 from hal_attn.platform import Detection
-from hal_attn.registry import describe_exception
-
-T = TypeVar("T")
 
 
 def version_of(distribution: str) -> str | None:
@@ -37,20 +34,6 @@ def versions_of(*distributions: str) -> tuple[tuple[str, str], ...]:
     """(name, version) of those of `distributions` that are installed, in the order given."""
     found = ((name, version_of(name)) for name in distributions)
     return tuple((name, version) for name, version in found if version is not None)
-
-
-def attempt(action: Callable[[], T], default: T) -> tuple[T, str]:
-    """What `action` returns and "", or `default` and the exception that it raised, in one line.
-
-    For code of a vendor, which may end in any way: `sys.exit()` and a panic of a Rust extension are no `Exception`, and
-    would stop a process that only asked. The user's own interrupt passes.
-    """
-    try:
-        return action(), ""
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        return default, describe_exception(error)
 
 
 def import_failure(module: str) -> str:
@@ -123,10 +106,10 @@ class DeviceKind:
 
     def _absence(self, library: str) -> tuple[str, str]:
         """(reason, remedy) after `library` counted no device."""
-        for name in self.visibility:
-            value = os.environ.get(name)
+        set_here = {name: os.environ[name] for name in self.visibility if name in os.environ}
+        for name, value in set_here.items():
             # The runtimes read the list up to the first entry that is no device: an empty or negative first hides all.
-            if value is not None and (not value.strip() or value.strip().startswith("-")):
+            if not value.strip() or value.strip().startswith("-"):
                 return f"{name}={value!r} hides every {self.noun}", f"unset {name}"
         nodes = [node for pattern in self.nodes for node in sorted(self.folder.glob(pattern))]
         closed = [node for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
@@ -136,7 +119,9 @@ class DeviceKind:
                 "add the user to the group that owns it (`ls -l` shows it), then log in again",
             )
         if nodes:
-            return f"{library} sees no {self.noun}, though {nodes[0]} is here", self.check
+            return f"{library} sees no {self.noun}, though {nodes[0]} is here", "; ".join(
+                [self.check, *(f"{name}={value!r} must name one that is here" for name, value in set_here.items())]
+            )
         patterns = " or ".join(str(self.folder / pattern) for pattern in self.nodes)
         return (
             f"{library} sees no {self.noun}, and there is no {patterns}",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from importlib import metadata
 
 import torch
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.errors import ConfigurationError, UnsupportedAttentionError
+from hal_attn.guard import attempt
 from hal_attn.platform import API_VERSION, Detection, Platform
 from hal_attn.refusal import Refusal
 from hal_attn.settings import Settings
@@ -38,17 +40,12 @@ class Registry:
         broken: list[BrokenPlatform] = []
         owners: dict[str, str] = {}
         for name, load in sources.items():
-            try:
-                platform = _make(name, load)
-                names = [backend.name for backend in platform.backends()]
-                taken = [backend for backend in names if backend in owners or names.count(backend) > 1]
-                if taken:
-                    raise ValueError(f"backend names {taken} are taken, by {owners.get(taken[0], name)}")
-            except Exception as error:  # a plugin may fail in any way; the reason is kept and shown
-                broken.append(BrokenPlatform(name, describe_exception(error)))
+            platform, failure = attempt(lambda name=name, load=load: _make(name, load, owners), None)  # type: ignore[misc]
+            if platform is None:
+                broken.append(BrokenPlatform(name, failure))
             else:
                 platforms.append(platform)
-                owners.update(dict.fromkeys(names, name))
+                owners.update({backend.name: name for backend in platform.backends()})
         self.platforms = tuple(platforms)
         self.broken = tuple(broken)
         self._platform_of = {backend.name: p for p in platforms for backend in p.backends()}
@@ -56,6 +53,7 @@ class Registry:
         self._detections: dict[Platform, Detection] = {}
         self._unavailable: dict[AttentionBackend, Refusal | None] = {}
         self._simulations: dict[str, Platform] = {}
+        self._process = os.getpid()
 
     @classmethod
     def from_entry_points(cls) -> Registry:
@@ -82,22 +80,27 @@ class Registry:
 
     def detection(self, platform: Platform) -> Detection:
         """`platform.detect()`, asked once; what it raises becomes the reason."""
+        if self._process != os.getpid():
+            # What a parent found does not hold in a forked child: an initialised device cannot be used there.
+            self._process = os.getpid()
+            self._detections.clear()
         if platform not in self._detections:
-            try:
-                found = platform.detect()
-            except Exception as error:  # a vendor's library may fail in any way; the reason is kept and shown
-                found = Detection(False, f"detection failed: {describe_exception(error)}", "hal-attn doctor shows more")
+            found, failure = attempt(platform.detect, None)
+            if not isinstance(found, Detection):
+                failure = failure or f"detect() returned a {type(found).__name__}"
+                found = Detection(False, f"detection failed: {failure}", "reinstall the vendor's library or the plugin")
             self._detections[platform] = found
         return self._detections[platform]
 
     def unavailable(self, backend: AttentionBackend) -> Refusal | None:
         """`backend.unavailable()`, asked once; what it raises becomes the reason."""
         if backend not in self._unavailable:
-            try:
-                reason = backend.unavailable()
-            except Exception as error:  # a vendor's library may fail in any way; the reason is kept and shown
-                remedy = f"reinstall it: {backend.install}" if backend.install else ""
-                reason = Refusal("installed", f"broken: {describe_exception(error)}", "a library that loads", remedy)
+            reason, failure = attempt(backend.unavailable, None)
+            install = f"install it with: {backend.install}" if backend.install else ""
+            if failure:
+                reason = Refusal("installed", f"broken: {failure}", "a library that loads", install)
+            elif reason is not None and not reason.hint:
+                reason = replace(reason, hint=install)
             self._unavailable[backend] = reason
         return self._unavailable[backend]
 
@@ -111,12 +114,16 @@ class Registry:
         wanted = settings.platform
         if wanted is not None and self.platform(wanted) is None:
             raise ConfigurationError(
-                f"HAL_ATTN_PLATFORM: got {wanted!r}; allowed: {', '.join(p.name for p in self.platforms)}."
-                + "".join(f" {b.name} is broken: {b.reason}." for b in self.broken if b.name == wanted)
+                f"HAL_ATTN_PLATFORM: got {wanted!r}; allowed: {', '.join(p.name for p in self.platforms)}"
+                + "".join(f"; {b.name} is broken: {b.reason}" for b in self.broken if b.name == wanted)
             )
         if settings.simulate is not None and device.type == "cpu":
+            if wanted not in (None, settings.simulate.partition(":")[0]):
+                raise ConfigurationError(
+                    f"HAL_ATTN_PLATFORM={wanted} excludes HAL_ATTN_SIMULATE={settings.simulate}; unset one of them"
+                )
             return self.simulation(settings.simulate)
-        owners = [p for p in self.platforms if p.owns(device)]
+        owners = [p for p in self.platforms if attempt(partial(p.owns, device), False)[0]]
         allowed = [p for p in owners if wanted in (None, p.name)]
         usable = [p for p in allowed if self.detection(p).available]
         if usable:
@@ -125,7 +132,7 @@ class Registry:
             reason = f"HAL_ATTN_PLATFORM={wanted} allows only that one; unset it or move the tensors"
         elif allowed:
             found = self.detection(allowed[0])
-            reason = f"{allowed[0].name} owns it, but: {found.reason}. {found.remedy}"
+            reason = f"{allowed[0].name} owns it, but: {found.reason}" + (f"; {found.remedy}" if found.remedy else "")
         else:
             known = ", ".join(f"{p.name} ({p.device_type})" for p in self.platforms)
             reason = f"platforms here: {known or 'none'}" + "".join(
@@ -142,18 +149,19 @@ class Registry:
         if wanted not in self._simulations:
             name, _, generation = wanted.partition(":")
             real = self.platform(name)
-            simulated = real.simulation(generation or None) if real is not None else None
+            simulated, failure = attempt(partial(real.simulation, generation or None), None) if real else (None, "")
             if simulated is None:
-                able = [p.name for p in self.platforms if p.simulation(None) is not None]
+                able = [p.name for p in self.platforms if attempt(partial(p.simulation, None), None)[0] is not None]
                 raise UnsupportedAttentionError(
                     f"HAL_ATTN_SIMULATE={wanted}: no platform here brings simulated kernels for it "
-                    f"(platforms that do: {', '.join(able) or 'none'}); unset it to run on the CPU"
+                    f"(platforms that do: {', '.join(able) or 'none'}{f'; {failure}' if failure else ''}); "
+                    "unset it to run on the CPU"
                 )
             self._simulations[wanted] = simulated
         return self._simulations[wanted]
 
 
-def _make(name: str, load: Callable[[], object]) -> Platform:
+def _make(name: str, load: Callable[[], object], owners: Mapping[str, str]) -> Platform:
     found = load()
     platform = found() if callable(found) else found
     if not isinstance(platform, Platform):
@@ -162,13 +170,11 @@ def _make(name: str, load: Callable[[], object]) -> Platform:
         raise ValueError(f"it was written for API version {platform.api_version}; this is {API_VERSION}")
     if platform.name != name:
         raise ValueError(f"the entry point is called {name}, the platform {platform.name}")
+    names = [backend.name for backend in platform.backends()]
+    taken = [backend for backend in names if backend in owners or names.count(backend) > 1]
+    if taken:
+        raise ValueError(f"backend names {taken} are taken, by {owners.get(taken[0], name)}")
     return platform
-
-
-def describe_exception(error: BaseException) -> str:
-    """An exception in one line: its class and message."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @lru_cache(maxsize=1)

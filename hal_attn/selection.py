@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from hal_attn.backend import AttentionBackend
@@ -16,7 +17,10 @@ from hal_attn.errors import (
     ConfigurationError,
     InvalidAttentionInputError,
     UnsupportedAttentionError,
+    shortened,
 )
+from hal_attn.guard import attempt
+from hal_attn.hooks import lacks
 from hal_attn.platform import Platform
 from hal_attn.refusal import Refusal
 from hal_attn.registry import Registry
@@ -73,11 +77,11 @@ class Selection:
         return "\n".join(lines)
 
 
-_override: ContextVar[tuple[str, ...]] = ContextVar("hal_attn_use_backend", default=())
+_override: ContextVar[tuple[str, ...] | None] = ContextVar("hal_attn_use_backend", default=None)
 
 
-def override() -> tuple[str, ...]:
-    """The names of the innermost `use_backend` of this task or thread."""
+def override() -> tuple[str, ...] | None:
+    """The names of the innermost `use_backend` of this task or thread; None outside one."""
     return _override.get()
 
 
@@ -105,8 +109,9 @@ def explicit_names(backend: object, settings: Settings) -> Explicit | None:
     """Who named backends for this call, the nearest first: the argument, `use_backend`, the environment."""
     if backend is not None:
         return Explicit(_argument_names(backend), "backend=")
-    if names := override():
-        return Explicit(names, "use_backend")
+    names = override()
+    if names is not None:
+        return Explicit(names, "use_backend") if names else None
     if settings.backend:
         return Explicit(settings.backend, "HAL_ATTN_BACKEND")
     return None
@@ -115,8 +120,6 @@ def explicit_names(backend: object, settings: Settings) -> Explicit | None:
 def _argument_names(backend: object) -> tuple[str, ...]:
     if isinstance(backend, str) and backend:
         return (backend,)
-    if isinstance(backend, AttentionBackend):
-        return (backend.name,)
     if isinstance(backend, (tuple, list)) and backend and all(isinstance(name, str) for name in backend):
         return tuple(backend)
     raise InvalidAttentionInputError("backend", repr(backend), "a backend's name, names in order, or None")
@@ -132,8 +135,10 @@ def check_names(names: Sequence[str], source: str, registry: Registry) -> None:
         hint = f"did you mean {close[0]}?" if close else ""
         known = ", ".join(registry.backend_names) or "none"
         if source.startswith("HAL_ATTN_"):
-            raise ConfigurationError(f"{source}: got unknown backend {name!r}; allowed: {known}. {hint}".rstrip())
-        raise InvalidAttentionInputError(source.rstrip("="), f"unknown backend {name!r}", f"one of {known}", hint)
+            message = f"{source}: got unknown backend {shortened(name)!r}; allowed: {known}"
+            raise ConfigurationError(f"{message} ({hint})" if hint else message)
+        got = f"unknown backend {shortened(name)!r}"
+        raise InvalidAttentionInputError(source.rstrip("="), got, f"one of {known}", hint)
 
 
 def select(
@@ -149,7 +154,7 @@ def select(
     if explicit is not None:
         check_names(explicit.names, explicit.source, registry)
     platform = registry.platform_for(request.device, settings)
-    order = platform.default_order(request)
+    order = attempt(lambda: tuple(platform.default_order(request)), ())[0]
     own = {backend.name: backend for backend in platform.backends()}
     ordered = [*order, *(name for name in own if name not in order)]
     default = tuple(_candidate(own[name], platform, request, registry, settings) for name in ordered if name in own)
@@ -201,8 +206,17 @@ def _candidate(
     missing = registry.unavailable(backend)
     if missing is not None:
         reasons.append(missing)
-    reasons += platform.validate(request)
-    reasons += backend.refusals(request)
+    for rules in (
+        partial(platform.validate, request),
+        partial(backend.refusals, request),
+        partial(lacks, backend, request),
+    ):
+        answer, failure = attempt(rules, ())
+        reasons += answer
+        if failure:
+            reasons.append(
+                Refusal("broken", f"its rules failed: {failure}", "rules that answer", "report it to its vendor")
+            )
     return Candidate(backend, tuple(reasons))
 
 

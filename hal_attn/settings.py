@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, TextIO, cast
 
-import platformdirs
-
-from hal_attn.errors import ConfigurationError
+from hal_attn.errors import ConfigurationError, shortened
 
 PREFIX = "HAL_ATTN_"
 
@@ -57,6 +55,8 @@ class Settings:
     @property
     def cache_path(self) -> Path:
         """Folder of the measured choices: HAL_ATTN_CACHE_DIR, else the user's cache folder."""
+        import platformdirs
+
         return self.cache_dir or Path(platformdirs.user_cache_dir("hal_attn", appauthor=False))
 
 
@@ -92,8 +92,12 @@ def _simulation(text: str) -> str:
 
 
 def _path(text: str) -> Path:
-    path = Path(text).expanduser()
-    if path.exists() and not path.is_dir():
+    try:
+        path = Path(text).expanduser()
+        usable = path.is_dir() or not path.exists()
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"a folder, existing or to be made ({error})") from None
+    if not usable:
         raise ValueError("a folder, existing or to be made")
     return path
 
@@ -221,7 +225,7 @@ def _parse(items: tuple[tuple[str, str], ...]) -> Settings:
                 values[variable.field] = variable.parse(text.strip())
             except ValueError as error:
                 raise ConfigurationError(
-                    f"{name}: got {text!r}; allowed: {error}. It means: {variable.meaning}."
+                    f"{name}: got {shortened(text)!r}; allowed: {error}. It means: {variable.meaning}"
                 ) from None
     return Settings(**values)  # type: ignore[arg-type]
 
@@ -232,13 +236,34 @@ def _warn_unknown(name: str, known: tuple[str, ...]) -> None:
     warnings.warn(f"unknown environment variable {name} is ignored; {remedy}", UserWarning, stacklevel=5)
 
 
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:  # Subscripting it needs Python 3.11.
+    _StreamHandler = logging.StreamHandler
+
+
 def apply_log_level(settings: Settings) -> None:
     """Set the logger's level when HAL_ATTN_LOG_LEVEL asks for one, with a handler on stderr where nobody gave one."""
-    if settings.log_level is None:
-        return
     logger = logging.getLogger("hal_attn")
+    ours = [handler for handler in logger.handlers if isinstance(handler, _EnvironmentHandler)]
+    if settings.log_level is None:
+        for handler in ours:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+        return
     logger.setLevel(settings.log_level)
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
-        logger.addHandler(handler)
+    if not ours:
+        logger.addHandler(_EnvironmentHandler())
+
+
+class _EnvironmentHandler(_StreamHandler):
+    """There while HAL_ATTN_LOG_LEVEL is set; it prints only where nobody else would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = logging.getLogger("hal_attn")
+        if logger.handlers == [self] and not logging.getLogger().handlers:
+            super().emit(record)

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 from hal_attn.backend import AttentionBackend
+from hal_attn.guard import attempt
 from hal_attn.registry import Registry
 from hal_attn.request import AttentionRequest
 from hal_attn.selection import Explicit, Selection
@@ -51,7 +53,7 @@ def tuned(
     file = settings.cache_path / f"{_identity(selection, registry)}.json"
     times = _load(file).get(shape_class(request), {})
     if settings.autotune == "on" and run is not None and any(backend.name not in times for backend in able):
-        times = {backend.name: _measure(backend, run, request) for backend in able}
+        times = _measure_all(able, run, request)
         _keep(file, shape_class(request), times)
     known = [backend for backend in able if backend.name in times]
     if not known:
@@ -90,11 +92,25 @@ def _power(value: int | None) -> int:
 def _identity(selection: Selection, registry: Registry) -> str:
     """Device and versions, as a file name."""
     platform, index = selection.platform, selection.request.device.index or 0
-    devices = platform.devices()
+    devices, _ = attempt(platform.devices, ())
     name = devices[min(index, len(devices) - 1)].name if devices else "none"
     versions = "_".join(f"{library}-{version}" for library, version in registry.detection(platform).versions)
     text = f"{platform.name}{'-simulated' if platform.simulated else ''}_{name}_{versions}_format-{FORMAT}"
     return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in text)[:200]
+
+
+def _measure_all(
+    able: list[AttentionBackend], run: Callable[[AttentionBackend], object], request: AttentionRequest
+) -> dict[str, float]:
+    """Seconds by name; a candidate that fails while it is measured is left out, and said."""
+    times = {}
+    for backend in able:
+        seconds, failure = attempt(partial(_measure, backend, run, request), 0.0)
+        if failure:
+            _log.warning("%s failed while it was measured and is left out: %s", backend.name, failure)
+        else:
+            times[backend.name] = seconds
+    return times
 
 
 def _measure(backend: AttentionBackend, run: Callable[[AttentionBackend], object], request: AttentionRequest) -> float:
@@ -121,10 +137,13 @@ def _wait(device: torch.device) -> None:
 def _load(file: Path) -> dict[str, dict[str, float]]:
     try:
         content = json.loads(file.read_text())
-        return {
+        kept = {
             str(name): {str(backend): float(seconds) for backend, seconds in times.items()}
             for name, times in content.items()
         }
+        if not all(0 < seconds < math.inf for times in kept.values() for seconds in times.values()):
+            raise ValueError("a time that is no positive number")
+        return kept
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -133,13 +152,19 @@ def _load(file: Path) -> dict[str, dict[str, float]]:
 
 
 def _keep(file: Path, name: str, times: dict[str, float]) -> None:
+    from filelock import FileLock
+
+    temporary: Path | None = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock", timeout=10):
             content = {**_load(file), name: times}
-            handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")
+            handle, name_of_temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".tmp")
+            temporary = Path(name_of_temporary)
             with os.fdopen(handle, "w") as stream:
                 json.dump(content, stream, indent=1, sort_keys=True)
-            Path(temporary).replace(file)
+            temporary.replace(file)
     except (OSError, TimeoutError) as error:
         _log.warning("measured choices could not be kept in %s: %s", file, error)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)

@@ -194,6 +194,8 @@ def _check_key_value(key: Tensor, value: Tensor, axis: int) -> None:
 
 
 def _check_device(name: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise InvalidAttentionInputError(name, f"a tensor of layout {tensor.layout}", "a dense tensor")
     if tensor.device != query.device:
         raise InvalidAttentionInputError(
             name,

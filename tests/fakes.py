@@ -192,10 +192,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, *backends: AttentionBackend, **o
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterable[None]:
-    """No HAL_ATTN_ variable is set and no call or warning of another test is remembered; import it to have it."""
-    for name in list(settings.os.environ):
-        if name.startswith(settings.PREFIX):
-            monkeypatch.delenv(name)
+    """No call and no warning of another test is remembered; import it to have it."""
     monkeypatch.setattr(functional, "_bound", {})
     settings._parse.cache_clear()
     yield

@@ -3,7 +3,7 @@
 The precision rule (docs/semantics.md): the error against float64 is at most twice that of the same computation by plain
 PyTorch in the same dtype, plus one unit in the last place of the output. The error is the largest over the tensor.
 For gradients it is the root mean square, and there are four units, of the largest gradient of the call: a backward pass
-that recomputes its weights rounds once more than the plain one, and leaves that much where the terms of a gradient cancel.
+that recomputes its weights rounds once more than the plain one, and that stays where the terms of a gradient cancel.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hal_attn import (
     reference_varlen_attention,
     varlen_attention,
 )
+from tests.plain import plain_attention
 
 CPU_BACKENDS = ("cpu_flash", "cpu_sdpa", "cpu_math")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -82,54 +83,6 @@ def visible_pairs(
         last = seqlen_k if right is None or right < 0 else place + right
         rows.append([first <= key <= (min(last, place) if causal else last) for key in range(seqlen_k)])
     return torch.tensor(rows, dtype=torch.bool).reshape(seqlen_q, seqlen_k)
-
-
-def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] | None = None,
-    mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention as anyone writes it in PyTorch, every step in the dtype of query: (output, LSE), differentiable."""
-    batch, seqlen_q, heads, head_dim = query.shape
-    seqlen_k, kv_heads = key.shape[1:3]
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    k, v = k.repeat_interleave(heads // kv_heads, 1), v.repeat_interleave(heads // kv_heads, 1)
-    scores = (q @ k.transpose(-1, -2)) * (1.0 / math.sqrt(head_dim) if scale is None else scale)
-    visible = visible_pairs(seqlen_q, seqlen_k, causal, window_size).expand(batch, heads, seqlen_q, seqlen_k)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None and mask.dtype != torch.bool:
-        visible = visible & ~torch.isneginf(mask)
-        scores = scores + mask.to(query.dtype).masked_fill(torch.isneginf(mask), 0.0)
-    elif mask is not None:
-        visible = visible & mask
-    if key_padding_mask is not None:
-        visible = visible & key_padding_mask[:, None, None]
-    if alibi_slopes is not None:
-        place = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-        distance = (place - torch.arange(seqlen_k)).abs()
-        scores = scores - alibi_slopes.to(query.dtype).expand(batch, heads)[..., None, None] * distance
-    scores = scores.masked_fill(~visible, -torch.inf)
-    dead = ~visible.any(-1, keepdim=True)
-    if sinks is not None:
-        sink = sinks.to(query.dtype)[None, :, None, None].expand(batch, heads, seqlen_q, 1)
-        scores = torch.cat([scores, sink], -1)
-        v = torch.cat([v, v.new_zeros(batch, heads, 1, v.shape[-1])], 2)
-        dead = torch.zeros_like(dead)
-    safe = scores.masked_fill(dead, 0.0)
-    weights = torch.softmax(safe, -1).masked_fill(dead, 0.0) if safe.shape[-1] else safe
-    wide = safe if query.dtype == torch.float64 else safe.float()
-    lse = torch.logsumexp(wide, -1) if wide.shape[-1] else wide.sum(-1)
-    return (weights @ v).transpose(1, 2), lse.masked_fill(dead[..., 0], -torch.inf)
 
 
 def plain_varlen_attention(

@@ -190,7 +190,7 @@ def _runs(outcome: Outcome) -> tuple[RenderableType, ...]:
         )
         for run in outcome.runs
     ]
-    note = f"Tokens include padding. Times are the median of {REPEATS} passes; the runs take turns, batch size alike."
+    note = f"Tokens include padding. The runs take turns batch by batch; a batch counts the median of {REPEATS}."
     return output.table(("Run", "Tokens computed", "Time"), rows), "", note
 
 

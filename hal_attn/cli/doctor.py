@@ -17,7 +17,7 @@ import hal_attn
 from hal_attn import inventory
 from hal_attn import registry as registries
 from hal_attn.cli import output
-from hal_attn.cli.env import Environment, environment_json, ignoring, inspect
+from hal_attn.cli.env import Environment, environment_json, inspect
 from hal_attn.inventory import BackendStatus, PlatformStatus
 from hal_attn.platform import DeviceInfo
 from hal_attn.registry import Registry
@@ -67,9 +67,10 @@ def doctor(as_json: output.Json = False) -> None:
 def examine(registry: Registry) -> Report:
     """The state of this machine, as the platforms of `registry` see it."""
     environment = inspect(os.environ, registry)
-    with ignoring(tuple(environment.problems)):
-        platforms, backends = inventory.platforms(registry), inventory.backends(registry=registry)
-        only = read().platform
+    # One wrong value must not hide what else is to be said.
+    settings = read({name: value for name, value in os.environ.items() if name not in environment.problems})
+    platforms = inventory.platforms(registry, settings)
+    backends = inventory.backends(registry=registry, settings=settings)
     versions = {
         "hal_attn": hal_attn.__version__,
         "python": machine.python_version(),
@@ -77,7 +78,12 @@ def examine(registry: Registry) -> Report:
         "system": f"{machine.system()} {machine.machine()}",
     }
     return Report(
-        versions, platforms, frozenset(plugin.name for plugin in registry.broken), backends, environment, only
+        versions,
+        platforms,
+        frozenset(plugin.name for plugin in registry.broken),
+        backends,
+        environment,
+        settings.platform,
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,7 +15,8 @@ from rich.text import Text
 from hal_attn import registry as registries
 from hal_attn.cli import output
 from hal_attn.errors import ConfigurationError, UnsupportedAttentionError
-from hal_attn.registry import Registry, describe_exception
+from hal_attn.guard import describe_exception
+from hal_attn.registry import Registry
 from hal_attn.selection import check_names
 from hal_attn.settings import PREFIX, VARIABLES, Variable
 
@@ -78,16 +78,6 @@ def inspect(environ: Mapping[str, str], registry: Registry) -> Environment:
         tuple(_status(variable, environ.get(variable.name), registry) for variable in VARIABLES),
         tuple(UnknownVariable(name, environ[name], _closest(name, known)) for name in unknown),
     )
-
-
-@contextmanager
-def ignoring(names: Sequence[str]) -> Iterator[None]:
-    """Within it, this process's environment lacks `names`: one wrong value must not hide what else is to be said."""
-    values = {name: os.environ.pop(name) for name in names}
-    try:
-        yield
-    finally:
-        os.environ.update(values)
 
 
 def environment_json(found: Environment) -> dict[str, object]:

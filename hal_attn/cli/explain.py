@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from torch import Tensor
 import hal_attn
 from hal_attn import registry as registries
 from hal_attn.cli import output
-from hal_attn.cli.env import ignoring, inspect
+from hal_attn.cli.env import inspect
 from hal_attn.cli.selections import candidates_table, find_device, selection_json
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.packing import PackedSequences
@@ -94,7 +95,9 @@ def explain(
     unknown = inspect(os.environ, registry).unknown
     for variable in unknown:
         typer.echo(f"hal-attn: {variable.name}: {variable.problem}", err=True)
-    with ignoring([variable.name for variable in unknown]):
+    with warnings.catch_warnings():
+        # They are said above, once each and without the traceback of a warning.
+        warnings.filterwarnings("ignore", "unknown environment variable", UserWarning)
         selection = select(Flags(**given), registry)
     if as_json:
         output.print_json(_as_json(selection))

@@ -25,7 +25,7 @@ class Run:
     Attributes:
         name: "packed", "padded, same batches" or "padded, sorted by length".
         tokens: tokens that each layer computes, padding included.
-        seconds: the median time of one pass over all sentences.
+        seconds: the time of all batches, each the median of its repeats.
         embeddings: `[N, hidden]` float32 unit vectors on the CPU, in the order of the sentences.
     """
 
@@ -62,7 +62,7 @@ def compare(
 ) -> tuple[Run, ...]:
     """Embed all sentences packed, padded in the same batches, and padded in batches of like length.
 
-    The routes take turns, so that what else the machine does meets each of them; the time of a route is its median.
+    The routes take turns batch by batch, so that what else the machine does meets each of them alike.
     `tick` is called after each batch.
     """
     order = list(range(len(token_ids)))
@@ -72,15 +72,27 @@ def compare(
         _Route("padded, same batches", _batches(order, batch_size), model, padded_tokens),
         _Route("padded, sorted by length", _batches(by_length, batch_size), model, padded_tokens),
     )
-    passes = [[_timed_pass(route, token_ids, tick) for route in routes] for _ in range(repeats)]
+    timings: list[list[list[float]]] = [[[] for _ in route.batches] for route in routes]
+    parts: list[list[Tensor]] = [[] for _ in routes]
+    for repeat in range(repeats):
+        for index in range(len(routes[0].batches)):
+            for route, seconds, found in zip(routes, timings, parts, strict=True):
+                ids = [token_ids[sentence] for sentence in route.batches[index]]
+                begin = time.perf_counter()
+                # The copy to the host waits for the device, so its work is in the time.
+                embeddings = route.encode(ids).cpu()
+                seconds[index].append(time.perf_counter() - begin)
+                if repeat == 0:
+                    found.append(embeddings)
+                tick()
     return tuple(
         Run(
             route.name,
             sum(route.tokens([len(token_ids[index]) for index in batch]) for batch in route.batches),
-            statistics.median(seconds for seconds, _ in results),
-            results[0][1],
+            sum(map(statistics.median, seconds)),
+            torch.cat(found)[torch.tensor([index for batch in route.batches for index in batch]).argsort()],
         )
-        for route, results in zip(routes, zip(*passes, strict=True), strict=True)
+        for route, seconds, found in zip(routes, timings, parts, strict=True)
     )
 
 
@@ -92,16 +104,3 @@ def min_cosine(runs: Sequence[Run]) -> float:
 
 def _batches(order: list[int], size: int) -> list[list[int]]:
     return [order[start : start + size] for start in range(0, len(order), size)]
-
-
-def _timed_pass(route: _Route, token_ids: Sequence[list[int]], tick: Callable[[], None]) -> tuple[float, Tensor]:
-    seconds, parts = 0.0, []
-    for batch in route.batches:
-        ids = [token_ids[index] for index in batch]
-        begin = time.perf_counter()
-        # The copy to the host waits for the device, so its work is in the time.
-        parts.append(route.encode(ids).cpu())
-        seconds += time.perf_counter() - begin
-        tick()
-    order = torch.tensor([index for batch in route.batches for index in batch])
-    return seconds, torch.cat(parts)[order.argsort()]

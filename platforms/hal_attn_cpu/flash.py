@@ -21,7 +21,8 @@ class CpuFlashBackend(BatchedBackend):
 
     Its rules: one head dimension for query, key and value; a top-left triangle; an additive mask in the dtype of query;
     no dropout; no gradient for the mask; an LSE without gradient, in float64 for float64 inputs; a row without visible
-    keys gives LSE 0.0, so such rows are found from the masks. It takes grouped heads as they are. It stops the process
+    keys gives LSE 0.0, so such rows are found from the masks. It reads the last dimension as if its stride were 1, and
+    computes on whatever lies there. It takes grouped heads as they are. It stops the process
     (SIGFPE) on a call without queries or keys: the dispatcher answers those, this adapter never passes one on.
     """
 
@@ -52,9 +53,7 @@ class CpuFlashBackend(BatchedBackend):
             return None
 
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            output: Tensor = kernel(
-                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), 0.0, causal, scale=scale
-            )[0]
+            output: Tensor = kernel(_rows(query), _rows(key), _rows(value), 0.0, causal, scale=scale)[0]
             return output.transpose(1, 2)
 
         return run
@@ -76,9 +75,9 @@ class CpuFlashBackend(BatchedBackend):
         if seen is not None:
             key, value = clear_unseen(key, seen), clear_unseen(value, seen)
         output, lse = _kernel()(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            _rows(query),
+            _rows(key),
+            _rows(value),
             0.0,
             causal,
             attn_mask=additive_mask(mask, key_padding_mask, query.dtype),
@@ -92,6 +91,11 @@ class CpuFlashBackend(BatchedBackend):
             lse = lse.masked_fill(dead, -torch.inf)
         output = output.transpose(1, 2)
         return (output, lse.to(torch.float32)) if return_lse else output
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """`[B, S, H, D]` as the kernel's `[B, H, S, D]`, a view unless the last dimension has another stride than 1."""
+    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).transpose(1, 2)
 
 
 def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:

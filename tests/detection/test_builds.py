@@ -140,12 +140,14 @@ def test_no_device(build, devices_in, kind):
 
 
 @pytest.mark.parametrize(("kind", "node", "tool"), [("cuda", "nvidia0", "nvidia-smi"), ("hip", "kfd", "rocminfo")])
-def test_device_that_the_driver_does_not_show(build, devices_in, kind, node, tool):
+def test_device_that_the_driver_does_not_show(build, devices_in, monkeypatch, kind, node, tool):
     (devices_in / node).touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0")
     build(kind, "9.9", 0)
     found = BUILDS[kind]().detect()
     assert found.reason.endswith(f"though {devices_in / node} is here")
     assert tool in found.remedy
+    assert "CUDA_VISIBLE_DEVICES='GPU-0'" in found.remedy
 
 
 @pytest.mark.parametrize(("kind", "node"), [("cuda", "nvidia0"), ("hip", "kfd")])

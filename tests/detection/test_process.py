@@ -26,8 +26,8 @@ import hal_attn
 print(json.dumps([reads, torch.cuda.is_initialized()]))
 """
 
-# The alarm ends a child that hangs. One thread, as PyTorch's own data loader sets it: an OpenMP parallel region never ends
-# in a child whose parent ran one before, in PyTorch's own operators as well.
+# The alarm ends a child that hangs. One thread, as the data loader of PyTorch sets it: an OpenMP parallel region never
+# ends in a child whose parent ran one before, in PyTorch's own operators as well.
 FORK = """
 import json, os, signal, torch, hal_attn
 query = torch.arange(64, dtype=torch.float32).view(1, 4, 2, 8)

@@ -1,0 +1,205 @@
+"""The documentation is true: its Python runs and prints what it says, its screens and tables are those of the code.
+
+How a page is read: the `python` blocks of a page run in order, in one namespace; a `text` block right after one is what
+it prints. A `console` block that begins with `$ hal-attn explain` is run too. The blocks of the vendor tutorial that
+name a file in their first line are the files of a package, which is installed and used in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+import torch
+from hal_attn_cpu.platform import CpuPlatform
+from typer.testing import CliRunner
+
+import hal_attn
+from hal_attn.capabilities import Capabilities
+from hal_attn.cli import make_app
+from hal_attn.settings import VARIABLES
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TUTORIAL = DOCS / "bring-a-vendor.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block; `follows` where nothing but blank lines parts it from the block before."""
+
+    language: str
+    text: str
+    line: int
+    follows: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    found, end = [], None
+    text = page.read_text()
+    for match in re.finditer(r"^```(\w*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        follows = end is not None and not text[end : match.start()].strip()
+        found.append(Block(match[1], match[2], text.count("\n", 0, match.start()) + 1, follows))
+        end = match.end()
+    return found
+
+
+def output_of(block: Block, after: Block | None) -> str | None:
+    """What the page says that `block` prints; None where it does not say."""
+    return after.text if after is not None and after.follows and after.language == "text" else None
+
+
+def pages_with(language: str) -> list[Path]:
+    return [page for page in PAGES if any(block.language == language for block in blocks(page))]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in pages_with("python") if page != TUTORIAL], ids=name_of)
+def test_python_runs_and_prints_what_stands_below_it(page, capsys):
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": "page"}
+    for block, after in itertools.pairwise([*blocks(page), None]):
+        if block.language != "python":
+            continue
+        # Blank lines in front, so that a traceback shows the page's own line.
+        exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)
+        printed, said = capsys.readouterr().out, output_of(block, after)
+        assert said is None or printed == said, f"{page.name} line {block.line} prints\n{printed}"
+
+
+def test_the_vendor_tutorial_is_a_package_that_works(tmp_path):
+    script, said = None, None
+    for block, after in itertools.pairwise([*blocks(TUTORIAL), None]):
+        if block.language not in ("python", "toml"):
+            continue
+        name = re.match(r"# (\S+)\n", block.text)
+        assert name is not None, f"the block in line {block.line} names no file"
+        file = tmp_path / name[1]
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(block.text)
+        if block.language == "python":
+            script, said = file, output_of(block, after)
+    assert script is not None
+    assert said is not None
+    point = re.search(
+        r'\[project\.entry-points\."hal_attn\.platforms"\]\n(\w+) = "(.+)"', (tmp_path / "pyproject.toml").read_text()
+    )
+    assert point is not None
+    installed = tmp_path / "hal_attn_acme-0.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: hal-attn-acme\nVersion: 0.1\n")
+    (installed / "entry_points.txt").write_text(f"[hal_attn.platforms]\n{point[1]} = {point[2]}\n")
+    run = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == said, f"it prints\n{run.stdout}"
+
+
+def screens() -> list[tuple[str, str, str]]:
+    """(page, flags, output) of each screen of `hal-attn explain`, the one verb that says the same on every machine."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page):
+            command, _, shown = block.text.partition("\n")
+            if block.language == "console" and command.startswith("$ hal-attn explain"):
+                found.append((name_of(page), command.removeprefix("$ hal-attn "), shown))
+    return found
+
+
+@pytest.mark.parametrize(("page", "command", "shown"), screens())
+def test_screens_are_what_the_command_prints(page, command, shown, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    result = CliRunner().invoke(make_app(), command.split(), prog_name="hal-attn")
+    assert result.output == shown, f"{page} says otherwise than\n{result.output}"
+
+
+def test_there_are_pages_blocks_and_screens_to_check():
+    names = {page.name for page in pages_with("python")}
+    assert names >= {"README.md", "semantics.md", "architecture.md", "environment.md", TUTORIAL.name}
+    assert screens()
+
+
+def table(*rows: tuple[str, ...]) -> str:
+    """A Markdown table; the first row is its head."""
+    head, *body = rows
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *body)) + "\n"
+
+
+def test_the_table_of_variables_is_that_of_the_code():
+    rows = [(f"`{v.name}`", v.values, v.default or "not set", v.meaning) for v in VARIABLES]
+    right = table(("Name", "Values", "Default", "Meaning"), *rows)
+    assert right in (DOCS / "environment.md").read_text(), f"docs/environment.md lacks the table\n\n{right}"
+
+
+def test_the_table_of_capabilities_is_that_of_the_backends():
+    backends = CpuPlatform().backends()
+    rows = [(f"`{f.name}`", *(claim(getattr(b.capabilities, f.name)) for b in backends)) for f in fields(Capabilities)]
+    right = table(("Capability", *(f"`{backend.name}`" for backend in backends)), *rows)
+    assert right in (DOCS / "semantics.md").read_text(), f"docs/semantics.md lacks the table\n\n{right}"
+
+
+def claim(value: object) -> str:
+    """A field of Capabilities as a reader sees it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, frozenset):
+        return ", ".join(sorted(str(part).removeprefix("torch.") for part in value)) or "none"
+    return "any" if value is None else str(value)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_variable_named_exists(page):
+    named = set(re.findall(r"HAL_ATTN_[A-Z_]*[A-Z]", page.read_text()))
+    assert named <= {variable.name for variable in VARIABLES}
+
+
+def test_the_readme_names_every_variable_and_the_index_every_public_name():
+    readme, index = (ROOT / "README.md").read_text(), (DOCS / "index.md").read_text()
+    assert [variable.name for variable in VARIABLES if f"`{variable.name}`" not in readme] == []
+    assert [name for name in hal_attn.__all__ if f"`{name}`" not in index] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page if not path else (page.parent / path).resolve()
+        assert file.exists(), f"{target} is not there"
+        if anchor:
+            assert anchor in anchors(file), f"{target}: {file.name} has no such heading"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings: lower case, words joined by hyphens, signs left out."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_make_target_named_exists(page):
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make (\w+)", page.read_text())) <= targets
+
+
+def test_the_changelog_has_this_version():
+    assert f"## [{hal_attn.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
