@@ -310,9 +310,7 @@ def host_offsets(name: str, offsets: Sequence[int] | Tensor) -> tuple[int, ...]:
     elif isinstance(offsets, Sequence) and not isinstance(offsets, str):
         values = tuple(offsets)
     else:
-        raise InvalidAttentionInputError(
-            name, f"a {type(offsets).__name__}", "offsets: a tuple or list of whole numbers"
-        )
+        raise InvalidAttentionInputError(name, repr(offsets), "offsets: a tuple or list of whole numbers")
     if any(isinstance(value, bool) or not isinstance(value, int) for value in values):
         raise InvalidAttentionInputError(name, str(_short(values)), "whole numbers")
     if not values or values[0] != 0:
@@ -336,7 +334,7 @@ def _accumulate(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
             raise InvalidAttentionInputError(name, got, allowed)
         lengths = lengths.tolist()
     elif not isinstance(lengths, Sequence) or isinstance(lengths, str):
-        raise InvalidAttentionInputError(name, f"a {type(lengths).__name__}", f"a tuple or list of {allowed}")
+        raise InvalidAttentionInputError(name, repr(lengths), f"a tuple or list of {allowed}")
     for length in lengths:
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise InvalidAttentionInputError(name, repr(length), allowed)

@@ -150,12 +150,13 @@ class Registry:
             name, _, generation = wanted.partition(":")
             real = self.platform(name)
             simulated, failure = attempt(partial(real.simulation, generation or None), None) if real else (None, "")
+            if failure:
+                raise UnsupportedAttentionError(f"HAL_ATTN_SIMULATE={wanted}: the simulation does not start: {failure}")
             if simulated is None:
                 able = [p.name for p in self.platforms if attempt(partial(p.simulation, None), None)[0] is not None]
                 raise UnsupportedAttentionError(
                     f"HAL_ATTN_SIMULATE={wanted}: no platform here brings simulated kernels for it "
-                    f"(platforms that do: {', '.join(able) or 'none'}{f'; {failure}' if failure else ''}); "
-                    "unset it to run on the CPU"
+                    f"(platforms that do: {', '.join(able) or 'none'}); unset it to run on the CPU"
                 )
             self._simulations[wanted] = simulated
         return self._simulations[wanted]

@@ -135,9 +135,9 @@ def check_names(names: Sequence[str], source: str, registry: Registry) -> None:
         hint = f"did you mean {close[0]}?" if close else ""
         known = ", ".join(registry.backend_names) or "none"
         if source.startswith("HAL_ATTN_"):
-            message = f"{source}: got unknown backend {shortened(name)!r}; allowed: {known}"
+            message = f"{source}: got unknown backend {shortened(repr(name))}; allowed: {known}"
             raise ConfigurationError(f"{message} ({hint})" if hint else message)
-        got = f"unknown backend {shortened(name)!r}"
+        got = f"unknown backend {shortened(repr(name))}"
         raise InvalidAttentionInputError(source.rstrip("="), got, f"one of {known}", hint)
 
 
@@ -212,7 +212,9 @@ def _candidate(
         partial(lacks, backend, request),
     ):
         answer, failure = attempt(rules, ())
-        reasons += answer
+        # A parameter that the hook lacks is mostly one that its capabilities refused already.
+        known = {reason.rule for reason in reasons}
+        reasons += [reason for reason in answer if reason.rule not in known or rules.func is not lacks]
         if failure:
             reasons.append(
                 Refusal("broken", f"its rules failed: {failure}", "rules that answer", "report it to its vendor")

@@ -52,6 +52,10 @@ def _check(outputs: list[Tensor], lses: list[Tensor]) -> None:
         raise InvalidAttentionInputError("outputs", "no parts", "at least one partial result")
     if len(outputs) != len(lses):
         raise InvalidAttentionInputError("lses", f"{len(lses)} parts", f"as many as outputs, {len(outputs)}")
+    for name, parts in (("outputs", outputs), ("lses", lses)):
+        for index, part in enumerate(parts):
+            if not isinstance(part, Tensor):
+                raise InvalidAttentionInputError(f"{name}[{index}]", f"a {type(part).__name__}", "a torch.Tensor")
     shape = outputs[0].shape
     if outputs[0].dim() not in (3, 4):
         raise InvalidAttentionInputError("outputs", f"shape {tuple(shape)}", "[B, S, H, Dv] or [T, H, Dv]")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hal_attn_cpu.platform import CpuPlatform
@@ -159,7 +161,7 @@ def test_inventory(monkeypatch):
     )
     found = {status.name: status for status in backends("cpu")}
     assert [found[name].usable for name in ("ready", "missing", "broken")] == [True, False, False]
-    assert found["missing"].reason is missing
+    assert found["missing"].reason == replace(missing, hint="install it with: pip install vendorlib")
     assert found["missing"].install == "pip install vendorlib"
     assert "broken: RuntimeError: bad build" in found["broken"].reason.have
     assert {status.platform for status in backends()} == {"fake", "cpu"}

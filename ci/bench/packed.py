@@ -69,7 +69,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
 
 
 def measure(batch: str, method: str, dtype: torch.dtype) -> dict[str, float]:
-    """Milliseconds of one call (median), its peak memory beyond the inputs in MiB, and its difference from the first."""
+    """Milliseconds of one call (median), its peak memory beyond the inputs in MiB, and how far it is from the first."""
     lengths = batches()[batch]
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(sum(lengths), HEADS, HEAD_DIM, generator=generator).to(dtype) for _ in range(3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Annotated, Protocol
 
 import torch
@@ -14,16 +13,14 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from hal_attn import inventory
 from hal_attn.cli import output
+from hal_attn.cli.selections import candidates_table, find_device, selection_facts, selection_json
 from hal_attn.demo.comparison import REQUIRED_COSINE
 from hal_attn.demo.model import NAME
 from hal_attn.demo.run import REPEATS, Outcome, run_demo
 from hal_attn.demo.sentences import TITLE, load_sentences
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.registry import default_registry
-from hal_attn.selection import Candidate, Selection
-from hal_attn.settings import read
 
 QUERY = "Would a cat eat a bat?"
 
@@ -47,7 +44,7 @@ def demo(
     if not query.strip():
         raise InvalidAttentionInputError("QUERY", repr(query), "text to look for")
     sentences = load_sentences(limit)
-    target = _device(device)
+    target = find_device(device, default_registry())
     with _progress(quiet=as_json) as progress:
         outcome = run_demo(
             sentences,
@@ -64,23 +61,6 @@ def demo(
         _print(outcome, sentences, query, target, batch_size)
     if not outcome.ok:
         raise typer.Exit(1)
-
-
-def _device(name: str | None) -> torch.device:
-    """The device asked for, where a platform here runs it; without a name the first accelerator here, else the CPU."""
-    registry, settings = default_registry(), read()
-    here = [status for status in inventory.platforms(registry) if settings.platform in (None, status.name)]
-    names = [found.device for status in here if status.available for found in status.devices]
-    if name is None:
-        name = next((found for found in names if found != "cpu"), "cpu") if settings.simulate is None else "cpu"
-    try:
-        device = torch.device(name)
-        registry.platform_for(device, settings)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # PyTorch's ways to say that a device is not there
-        reason = str(error).partition("\n")[0]
-        raise InvalidAttentionInputError("--device", f"{name!r} ({reason})", f"one of {', '.join(names)}") from None
-    return device
 
 
 @contextmanager
@@ -112,18 +92,7 @@ def _as_json(
         "longest_tokens": max(outcome.lengths),
         "device": str(device),
         "threads": torch.get_num_threads(),
-        "platform": {"name": selection.platform.name, "simulated": selection.platform.simulated},
-        "chosen": selection.chosen.name if selection.chosen else None,
-        "source": selection.source,
-        "notes": list(selection.notes),
-        "considered": [
-            {
-                "backend": candidate.backend.name,
-                "verdict": _verdict(candidate, selection),
-                "refusals": [asdict(refusal) for refusal in candidate.refusals],
-            }
-            for candidate in selection.considered
-        ],
+        **selection_json(selection),
         "batch_size": batch_size,
         "repeats": REPEATS,
         "runs": [{"name": run.name, "tokens": run.tokens, "seconds": run.seconds} for run in outcome.runs],
@@ -134,19 +103,15 @@ def _as_json(
     }
 
 
-def _verdict(candidate: Candidate, selection: Selection) -> str:
-    if candidate.backend is selection.chosen:
-        return "chosen"
-    return "refused" if candidate.refusals else "takes it"
-
-
 def _print(outcome: Outcome, sentences: Sequence[str], query: str, device: torch.device, batch_size: int) -> None:
     output.show(
         f"{NAME} over {len(sentences)} sentences of {TITLE},",
         f"of {min(outcome.lengths)} to {max(outcome.lengths)} tokens, in batches of {batch_size} "
         f"on {device} ({torch.get_num_threads()} CPU threads)",
         "",
-        *_selection(outcome.selection),
+        selection_facts(outcome.selection, "Attention"),
+        "",
+        candidates_table(outcome.selection),
         "",
         *_runs(outcome),
         "",
@@ -156,28 +121,6 @@ def _print(outcome: Outcome, sentences: Sequence[str], query: str, device: torch
         "",
         output.table(("Score", "Sentence"), [(f"{m.score:.3f}", sentences[m.index]) for m in outcome.matches]),
     )
-
-
-def _selection(selection: Selection) -> tuple[RenderableType, ...]:
-    """The backend of the packed calls, who decided, and every candidate with what it refuses by."""
-    platform, chosen = selection.platform, selection.chosen
-    facts: dict[str, RenderableType] = {
-        "Attention": selection.request.describe(),
-        "Platform": f"{platform.name} (SIMULATED)" if platform.simulated else platform.name,
-        "Backend": Text(chosen.name if chosen else "none", style="bold green" if chosen else "bold red"),
-        "Decided by": selection.source,
-    }
-    if selection.notes:
-        facts["Note"] = "\n".join(selection.notes)
-    rows = [
-        (
-            candidate.backend.name,
-            output.state(_verdict(candidate, selection)),
-            output.bullets([output.refusal(refusal, refusal.hint) for refusal in candidate.refusals]),
-        )
-        for candidate in selection.considered
-    ]
-    return output.fields(facts), "", output.table(("Candidate", "Verdict", "Why not"), rows)
 
 
 def _runs(outcome: Outcome) -> tuple[RenderableType, ...]:

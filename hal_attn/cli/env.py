@@ -15,7 +15,6 @@ from rich.text import Text
 from hal_attn import registry as registries
 from hal_attn.cli import output
 from hal_attn.errors import ConfigurationError, UnsupportedAttentionError
-from hal_attn.guard import describe_exception
 from hal_attn.registry import Registry
 from hal_attn.selection import check_names
 from hal_attn.settings import PREFIX, VARIABLES, Variable
@@ -128,8 +127,6 @@ def _registry_problem(variable: Variable, value: object, registry: Registry) -> 
             registry.simulation(str(value))
         except UnsupportedAttentionError as error:
             return str(error).removeprefix(f"{variable.name}={value}: ")
-        except Exception as error:  # a platform's simulation may fail in any way; the reason is shown
-            return f"got {value!r}; the simulation does not start: {describe_exception(error)}"
     return ""
 
 

@@ -9,15 +9,13 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import RenderableType
-from rich.text import Text
 from torch import Tensor
 
 import hal_attn
 from hal_attn import registry as registries
 from hal_attn.cli import output
 from hal_attn.cli.env import inspect
-from hal_attn.cli.selections import candidates_table, find_device, selection_json
+from hal_attn.cli.selections import candidates_table, find_device, selection_facts, selection_json
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.packing import PackedSequences
 from hal_attn.registry import Registry
@@ -227,15 +225,6 @@ def _request_json(request: AttentionRequest) -> dict[str, object]:
 
 
 def _print(selection: Selection) -> None:
-    platform, chosen = selection.platform, selection.chosen
-    facts: dict[str, RenderableType] = {
-        "Request": selection.request.describe(),
-        "Platform": f"{platform.name} (SIMULATED)" if platform.simulated else platform.name,
-        "Chosen": Text(chosen.name if chosen else "none", style="bold green" if chosen else "bold red"),
-        "Decided by": selection.source,
-    }
-    if selection.notes:
-        facts["Note"] = "\n".join(selection.notes)
-    output.show(output.fields(facts), "", candidates_table(selection))
-    if chosen is None:
+    output.show(selection_facts(selection), "", candidates_table(selection))
+    if selection.chosen is None:
         output.show("", "No backend takes this call: change what the rules above name, or name another backend.")

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import torch
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from hal_attn import inventory
 from hal_attn.cli import output
@@ -14,6 +15,20 @@ from hal_attn.errors import InvalidAttentionInputError, UnsupportedAttentionErro
 from hal_attn.registry import Registry
 from hal_attn.selection import Candidate, Selection
 from hal_attn.settings import read
+
+
+def selection_facts(selection: Selection, subject: str = "Request") -> Table:
+    """The request under the name `subject`, the platform, the backend chosen, and who decided."""
+    platform, chosen = selection.platform, selection.chosen
+    facts: dict[str, RenderableType] = {
+        subject: selection.request.describe(),
+        "Platform": f"{platform.name} (SIMULATED)" if platform.simulated else platform.name,
+        "Chosen": Text(chosen.name if chosen else "none", style="bold green" if chosen else "bold red"),
+        "Decided by": selection.source,
+    }
+    if selection.notes:
+        facts["Note"] = "\n".join(selection.notes)
+    return output.fields(facts)
 
 
 def candidates_table(selection: Selection) -> Table:
@@ -55,7 +70,8 @@ def verdict(candidate: Candidate, selection: Selection) -> str:
 
 
 def find_device(name: str | None, registry: Registry) -> torch.device:
-    """The device asked for, where a platform here runs it; without a name the first accelerator here, else the CPU.
+    """The device asked for, where a platform here runs it; without a name the first accelerator that a backend here can
+    run on, else the CPU.
 
     Raises:
         InvalidAttentionInputError: no name of a device, or of one that is not here.
@@ -63,8 +79,10 @@ def find_device(name: str | None, registry: Registry) -> torch.device:
     """
     settings = read()
     if name is None:
-        here = [status for status in inventory.platforms(registry) if settings.platform in (None, status.name)]
-        names = [device.device for status in here if status.available for device in status.devices]
+        able = {status.platform for status in inventory.backends(registry=registry) if status.usable}
+        able = able if settings.platform is None else able & {settings.platform}
+        here = [status for status in inventory.platforms(registry) if status.name in able and status.available]
+        names = [device.device for status in here for device in status.devices]
         # A simulated platform may call its devices by the vendor's name; its tensors are the CPU's.
         name = "cpu" if settings.simulate else next((found for found in names if found != "cpu"), "cpu")
     try:

@@ -10,7 +10,7 @@ import torch
 import hal_attn
 from hal_attn import PackedSequences
 from tests.cli.conftest import assert_plain, words
-from tests.fakes import ABSENT, FakeBackend, FakePlatform, claims, install, on_the_cpu
+from tests.fakes import ABSENT, BatchedFake, FakeBackend, FakePlatform, claims, install, on_the_cpu
 
 CPU = ("--device", "cpu")
 
@@ -130,7 +130,7 @@ def test_long_reasons_wrap_and_hints_show(run, monkeypatch):
 
 
 def test_simulated_is_said(run, monkeypatch):
-    simulated = FakePlatform("rocm", FakeBackend("r"))
+    simulated = FakePlatform("rocm", BatchedFake("r"))
     simulated.simulated = True
     install(monkeypatch, FakePlatform("rocm", FakeBackend("r"), device_type="xpu", detects=ABSENT, simulated=simulated))
     monkeypatch.setenv("HAL_ATTN_SIMULATE", "rocm")
