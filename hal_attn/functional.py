@@ -80,10 +80,10 @@ def attention(
     identity: object
     try:
         identity = (
-            *_identity(query, key, value),
-            *(scale, causal, softcap, dropout_p, deterministic, return_lse),
-            *(scale.__class__, causal.__class__, softcap.__class__, dropout_p.__class__),
-            *(deterministic.__class__, return_lse.__class__),
+            _identity(query, key, value),
+            (scale, causal, softcap, dropout_p, deterministic, return_lse),
+            (scale.__class__, causal.__class__, softcap.__class__, dropout_p.__class__),
+            (deterministic.__class__, return_lse.__class__),
             None if window_size is None else _window_identity(window_size),
             None if given is None else _kinds(given),
             backend,
@@ -168,10 +168,10 @@ def varlen_attention(
     identity: object
     try:
         identity = (
-            *_identity(query, key, value),
-            *(scale, causal, softcap, dropout_p, deterministic, return_lse),
-            *(scale.__class__, causal.__class__, softcap.__class__, dropout_p.__class__),
-            *(deterministic.__class__, return_lse.__class__),
+            _identity(query, key, value),
+            (scale, causal, softcap, dropout_p, deterministic, return_lse),
+            (scale.__class__, causal.__class__, softcap.__class__, dropout_p.__class__),
+            (deterministic.__class__, return_lse.__class__),
             None if window_size is None else _window_identity(window_size),
             None if given is None else _kinds(given),
             backend,

@@ -1,13 +1,15 @@
 """Packed attention on a backend that only knows batches: sequences of like length share one padded call.
 
 ```
-lengths 5 2 5 1 9      bucket 1: the two of 5, a view or one gather, without padding
-                       bucket 2: 1 and 2, padded to 2, because a call costs more than the rows it would save
-                       bucket 3: 9 alone, a view of the packed rows
+lengths 300 6 6 6 4 7 300      bucket 1: the first 300, a view of the packed rows, nothing copied
+                               bucket 2: the three of 6, one view; 4 and 7 join it where a call costs more than the
+                                         copies and the padding that it saves
+                               bucket 3: the last 300, a view
 ```
 
-Sequences are sorted by length; neighbours join a bucket while the padding they add costs less than the call they save.
-So time stays near the best of one call a sequence, one padded call and anything between, and memory follows the tokens.
+Neighbours in length share a bucket while that is cheaper, by a small model of what a call, a copy and a score cost
+(`Costs`). So time stays near the best of one call a sequence, one padded call and anything between, and memory follows
+the tokens.
 
 Rows are padded in front, which keeps causal, windows and ALiBi exact: with the ends aligned, the bottom-right
 diagonal of the padded call is the diagonal of every sequence in it, whatever their lengths. A causal bucket of
@@ -16,6 +18,7 @@ sequences with as many queries as keys is padded behind instead: the triangle hi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,9 +31,26 @@ from hal_attn.backend import AttentionBackend, AttentionMetadata, AttentionMetad
 from hal_attn.packing import PackedSequences
 from hal_attn.request import AttentionRequest
 
-# What one more call costs, as multiply-adds that the same time would do. Measured on two cores of an AMD EPYC with
-# PyTorch 2.13 (docs/performance.md); too small a value only costs small batches, too large only pads a little more.
-CALL_COST = 1.5e6
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What decides whether sequences share a call, as multiply-adds that the same time would do.
+
+    Attributes:
+        call: one more call of the kernel and of what prepares it.
+        copy: one element gathered or put back, where rows are no view.
+        masked: how many times `copy` where a key mask is needed as well.
+    """
+
+    call: float
+    copy: float
+    masked: float
+
+
+# Measured on two cores of an AMD EPYC with PyTorch 2.13, float32 (docs/performance.md): a call 25 to 30 us, a copied
+# element half a nanosecond. The others are estimates from bandwidth and launch time, until an accelerator is measured.
+COSTS = {"cpu": Costs(call=6e5, copy=12, masked=3)}
+ACCELERATOR_COSTS = Costs(call=1e9, copy=200, masked=3)
 
 
 @dataclass(frozen=True)
@@ -63,16 +83,22 @@ class Bucket:
     key_mask: Tensor | None
 
 
+# Where a bucket's output rows go: from one packed row on, or (packed rows, which of the output rows; None: all).
+Place = int | tuple[Tensor, Tensor | None]
+
+
 @dataclass(frozen=True)
 class PaddedPlan(AttentionMetadata):
     """The buckets of a batch, and `restore`: for each query row its place in the buckets' outputs one after another.
 
     `restore` is None where they already lie in the order of the packed rows; `tokens_q` is the number of query rows.
+    `places` says the same for each bucket apart, and last for the rows that no bucket has.
     """
 
     buckets: tuple[Bucket, ...]
     restore: Tensor | None
     tokens_q: int
+    places: tuple[Place, ...]
 
     @cached_property
     def whole(self) -> tuple[int, int, int] | None:
@@ -87,18 +113,24 @@ class PaddedPlan(AttentionMetadata):
 
 @dataclass(frozen=True)
 class _Group:
-    """Sequences that will share a call, before their rows are known."""
+    """Sequences that will share a call, before their rows are known; `view` where their rows follow one another."""
 
     members: tuple[int, ...]
     len_q: int
     len_k: int
+    view: bool
+    exact: bool = True
 
-    def cost(self, width: int) -> float:
-        return CALL_COST + len(self.members) * self.len_q * self.len_k * width
+    def cost(self, costs: Costs, width: int) -> float:
+        rows = 0 if self.view else self.len_q + self.len_k
+        copies = costs.copy * rows * (1 if self.exact else costs.masked)
+        return costs.call + len(self.members) * width * (self.len_q * self.len_k + copies)
 
     def joined(self, other: _Group) -> _Group:
+        same = (self.len_q, self.len_k) == (other.len_q, other.len_k)
         members = self.members + other.members
-        return _Group(members, max(self.len_q, other.len_q), max(self.len_k, other.len_k))
+        lengths = max(self.len_q, other.len_q), max(self.len_k, other.len_k)
+        return _Group(members, *lengths, view=False, exact=same and self.exact and other.exact)
 
 
 class PaddedMetadataBuilder(AttentionMetadataBuilder):
@@ -118,13 +150,16 @@ class PaddedMetadataBuilder(AttentionMetadataBuilder):
     def build(self, sequences: PackedSequences, request: AttentionRequest) -> PaddedPlan:
         width = request.heads * (request.head_dim + request.value_head_dim)
         behind = self._padded_behind(request)
-        groups = _groups(sequences.lengths, sequences.lengths_k)
-        if self.key_padding or behind:
-            groups = _join(groups, width)
+        costs = COSTS.get(request.device.type, ACCELERATOR_COSTS)
+        runs = _runs(sequences.lengths, sequences.lengths_k)
+        groups = _join(runs, costs, width, mixed=self.key_padding or behind)
         groups = sorted(groups, key=lambda group: group.members[0])
         make = _BucketMaker(sequences, request.device, behind)
         buckets = tuple(make(group) for group in groups)
-        return PaddedPlan(sequences, request.device, buckets, make.restore(groups, buckets), sum(sequences.lengths))
+        places = make.places(groups, buckets)
+        return PaddedPlan(
+            sequences, request.device, buckets, make.restore(groups, buckets), sum(sequences.lengths), places
+        )
 
     def _padded_behind(self, request: AttentionRequest) -> bool:
         return request.causal and request.equal_lengths
@@ -212,22 +247,23 @@ def attached(output: Tensor, *inputs: Tensor) -> Tensor:
     return output
 
 
-def _groups(lengths: tuple[int, ...], lengths_k: tuple[int, ...]) -> list[_Group]:
-    """Sequences of the same lengths together, shortest first; those without queries or keys are left out."""
-    by_length: dict[tuple[int, int], list[int]] = {}
-    for index, (queries, keys) in enumerate(zip(lengths, lengths_k, strict=True)):
-        if queries and keys:
-            by_length.setdefault((keys, queries), []).append(index)
-    return [_Group(tuple(members), queries, keys) for (keys, queries), members in sorted(by_length.items())]
+def _runs(lengths: tuple[int, ...], lengths_k: tuple[int, ...]) -> list[_Group]:
+    """Sequences of the same lengths that follow one another, shortest first; those without queries or keys left out."""
+    alive = [(index, *pair) for index, pair in enumerate(zip(lengths, lengths_k, strict=True)) if all(pair)]
+    runs = []
+    for (queries, keys), run in itertools.groupby(alive, key=lambda item: item[1:]):
+        runs.append(_Group(tuple(index for index, _, _ in run), queries, keys, view=True))
+    return sorted(runs, key=lambda group: (group.len_k, group.len_q))
 
 
-def _join(groups: Iterable[_Group], width: int) -> list[_Group]:
-    """Neighbours joined while one padded call costs less than two."""
+def _join(groups: Iterable[_Group], costs: Costs, width: int, mixed: bool) -> list[_Group]:
+    """Neighbours joined while one call costs less than two; of different lengths only with `mixed`."""
     joined: list[_Group] = []
     for group in groups:
         if joined:
             both = joined[-1].joined(group)
-            if both.cost(width) <= joined[-1].cost(width) + group.cost(width):
+            apart = joined[-1].cost(costs, width) + group.cost(costs, width)
+            if (mixed or both.exact) and both.cost(costs, width) <= apart:
                 joined[-1] = both
                 continue
         joined.append(group)
@@ -266,6 +302,31 @@ class _BucketMaker:
         missing = ~covered
         place[missing] = torch.arange(begin, begin + int(missing.sum()))
         return place.to(self.device, non_blocking=True)
+
+    def places(self, groups: list[_Group], buckets: tuple[Bucket, ...]) -> tuple[Place, ...]:
+        """For each bucket, and last for the rows that no bucket has, where its output rows go."""
+        found: list[Place] = []
+        for group, bucket in zip(groups, buckets, strict=True):
+            if bucket.queries.start is not None:
+                found.append(bucket.queries.start)
+                continue
+            spans = [(self.starts[m], self.lengths[m]) for m in group.members]
+            rows = torch.cat([torch.arange(start, start + length) for start, length in spans])
+            exact = all(length == group.len_q for _, length in spans)
+            real = None if exact else self._real(spans, group.len_q)
+            found.append((self._moved(rows), real))
+        alive = torch.tensor([bool(keys) for keys in self.lengths_k], dtype=torch.bool)
+        missing = (~alive).repeat_interleave(torch.tensor(self.lengths, dtype=torch.long)).nonzero().flatten()
+        return (*found, (self._moved(missing), None)) if missing.numel() else tuple(found)
+
+    def _real(self, spans: list[tuple[int, int]], padded: int) -> Tensor:
+        """Which output rows of a padded bucket are no padding."""
+        first = [n * padded + (0 if self.behind else padded - length) for n, (_, length) in enumerate(spans)]
+        rows = [torch.arange(f, f + length) for f, (_, length) in zip(first, spans, strict=True)]
+        return self._moved(torch.cat(rows))
+
+    def _moved(self, index: Tensor) -> Tensor:
+        return index.to(self.device, non_blocking=True)
 
     def _rows(
         self, members: tuple[int, ...], length: int, starts: list[int], lengths: tuple[int, ...]
@@ -313,7 +374,16 @@ def _assemble(parts: list[Tensor], plan: PaddedPlan, missing: Tensor) -> Tensor:
     """The buckets' rows and the missing ones as rows in packed order."""
     if missing.shape[0]:
         parts = [*parts, missing]
-    if not parts:
-        return missing
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return rows if plan.restore is None else rows.index_select(0, plan.restore)
+    if len(parts) < 2 and plan.restore is None:
+        return parts[0] if parts else missing
+    if plan.restore is None or any(part.requires_grad for part in parts):
+        rows = torch.cat(parts)
+        return rows if plan.restore is None else rows.index_select(0, plan.restore)
+    # Without gradients each row is copied once, to its place; in a graph that would be a copy of everything a bucket.
+    output = parts[0].new_empty(plan.tokens_q, *parts[0].shape[1:])
+    for rows, place in zip(parts, plan.places, strict=True):
+        if isinstance(place, int):
+            output[place : place + rows.shape[0]] = rows
+        else:
+            output.index_copy_(0, place[0], rows if place[1] is None else rows.index_select(0, place[1]))
+    return output

@@ -1,4 +1,4 @@
-"""Attention by plain PyTorch operators in the dtype of the inputs: the yardstick of SEMANTICS rule 12, not an oracle."""
+"""Attention by plain PyTorch operators in the dtype of the inputs: the yardstick of the precision rule, no oracle."""
 
 import torch
 
