@@ -120,6 +120,8 @@ def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundC
         if short is not None and plan.whole is not None and not tensors:
             # One call over views: what it costs beyond that call is what a caller with tiny inputs sees.
             count, length_q, length_k = plan.whole
+            if count == 1:
+                return cast(Tensor, short(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))).squeeze(0)
             output = short(
                 query.view(count, length_q, *query.shape[1:]),
                 key.view(count, length_k, *key.shape[1:]),

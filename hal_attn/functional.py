@@ -154,7 +154,11 @@ def varlen_attention(
         sequences = _sequences(
             query, (cu_seqlens, max_seqlen, cu_seqlens_host), (cu_seqlens_k, max_seqlen_k, cu_seqlens_k_host)
         )
-    else:
+    elif (
+        sequences.__class__ is not PackedSequences
+        or not (cu_seqlens is None and max_seqlen is None and cu_seqlens_host is None)
+        or not (cu_seqlens_k is None and max_seqlen_k is None and cu_seqlens_k_host is None)
+    ):
         _check_only_sequences(
             sequences,
             cu_seqlens=cu_seqlens,
