@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from hal_attn import settings as environment
 from hal_attn.backend import AttentionBackend, AttentionResult
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.packing import PackedSequences
-from hal_attn.padded import attached, empty_lse, plan_maker, run_padded_attention
+from hal_attn.padded import attached, empty_lse, plan_maker, run_plan
 from hal_attn.registry import Registry
 from hal_attn.request import AttentionRequest
 from hal_attn.selection import Selection, explicit_names, require, select
@@ -38,6 +38,7 @@ def bind_dense(
     explicit = explicit_names(backend, settings)
     selection = select(request, registry, settings, explicit)
     if not (request.tokens_q and request.tokens_k):
+        require(selection, registry, settings)
         _log.debug("no queries or no keys: answered by rule, no kernel")
         return partial(_answer_without_keys, request)
 
@@ -128,8 +129,7 @@ def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundC
                 value.view(count, length_k, *value.shape[1:]),
             )
             return cast(Tensor, output).flatten(0, 1)
-        given: dict[str, Any] = {**options, **tensors}
-        return run_padded_attention(backend, query, key, value, sequences, metadata=plan, **given)
+        return run_plan(backend, plan, query, key, value, {**options, **tensors})
 
     return run
 
@@ -167,7 +167,7 @@ def _run_packed(
         if request.return_lse:
             lse = lse.index_copy(0, rows, result[1].transpose(0, 1))
     else:
-        output = attached(output, query, key, value)
+        output = attached(output, query, key, value, *tensors.values())
     return (output, lse.transpose(0, 1)) if request.return_lse else output
 
 
@@ -208,7 +208,8 @@ def _answer_without_keys(
 ) -> AttentionResult:
     """A batched call without any query or any key: output 0, LSE -inf or the sink, gradient 0."""
     batch, seqlen_q, heads, _ = query.shape
-    output = attached(query.new_zeros(batch, seqlen_q, heads, value.shape[-1]), query, key, value)
+    output = query.new_zeros(batch, seqlen_q, heads, value.shape[-1])
+    output = attached(output, query, key, value, *tensors.values())
     if not request.return_lse:
         return output
     return output, empty_lse((batch, seqlen_q, heads), tensors.get("sinks"), query.device).transpose(1, 2)
@@ -216,7 +217,7 @@ def _answer_without_keys(
 
 def _without_autocast(call: BoundCall, request: AttentionRequest) -> BoundCall:
     """The dtype of query is the dtype of the answer; autocast would change it inside a kernel's own operators."""
-    if not torch.is_autocast_enabled(request.device.type):
+    if not torch._C._is_any_autocast_enabled():
         return call
 
     def run(*arguments: object, **tensors: object) -> AttentionResult:

@@ -41,7 +41,7 @@ def chunked_attention(
     slopes, through the output and the LSE. Bitwise repeatable; dropout draws one seed from PyTorch's CPU generator.
     On the CPU a hidden key's values, NaN included, reach nothing; elsewhere that holds for keys that no query sees.
     """
-    seed = int(torch.randint(0, 2**62, ()).item()) if dropout_p > 0 else 0
+    seed = int(torch.randint(0, 2**62, (), device="cpu").item()) if dropout_p > 0 else 0
     if scale is None:
         scale = float(query.shape[-1]) ** -0.5
     options = ChunkedOptions(scale, causal, window_size, softcap, dropout_p, seed)
@@ -80,7 +80,8 @@ class _ChunkedAttention(torch.autograd.Function):
         wanted = ctx.needs_input_grad  # type: ignore[attr-defined]
         bias = Bias(mask, padding, slopes, sinks)
         state = _Backward(query, key, value, bias, ctx.options, output, lse, wanted)  # type: ignore[attr-defined]
-        return (*state.run(grad_output, grad_lse), None)
+        with torch.autocast(query.device.type, enabled=False):
+            return (*state.run(grad_output, grad_lse), None)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Bias, options: ChunkedOptions) -> tuple[Tensor, Tensor]:
@@ -158,7 +159,8 @@ class _Backward:
         heads, group = tile.head_slice(scores.group), scores.group
         lse = self.lse[tile.batch, heads, tile.queries].unflatten(1, (-1, group))
         lse_grad = grad_lse[tile.batch, heads, tile.queries].to(self.dtype).unflatten(1, (-1, group))
-        weights = torch.exp(scores.values - torch.where(torch.isneginf(lse), 0.0, lse).unsqueeze(-1))
+        lse = torch.where(torch.isneginf(lse), 0.0, lse)
+        weights = torch.exp(scores.values - lse.unsqueeze(-1))
         output_grad = self._rows(grad_output, tile, group)
         delta = (output_grad * self._rows(self.output, tile, group)).sum(-1)
         rows = self.value[tile.batch, tile.keys, tile.kv_heads].to(self.dtype).transpose(1, 2)
@@ -179,7 +181,11 @@ class _Backward:
         if grad_q is not None:
             put(grad_q, tile, group, scores.times(score_grad, scores.key) * self.options.scale)
         if grad_k is not None:
-            part = torch.matmul(score_grad.flatten(2, 3).transpose(-1, -2), scores.query.flatten(2, 3))
+            queries = scores.query
+            if scores.hidden is not None:
+                # A query that sees no key has no say in any gradient, NaN or not.
+                queries = queries.masked_fill(scores.hidden.all(-1, keepdim=True), 0.0)
+            part = torch.matmul(score_grad.flatten(2, 3).transpose(-1, -2), queries.flatten(2, 3))
             grad_k[tile.batch, tile.keys, tile.kv_heads] += part.transpose(1, 2) * self.options.scale
         if grad_v is not None:
             part = torch.matmul(used.flatten(2, 3).transpose(-1, -2), output_grad.flatten(2, 3))

@@ -6,6 +6,7 @@ overrides, and the environment's values. So a hit needs no checks, and a changed
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +26,7 @@ HostOffsets = Sequence[int] | Tensor | None
 _CAPACITY = 4096
 # A memo only: what it holds can be dropped at any time, and each entry was made from nothing but its key.
 _bound: dict[object, BoundCall] = {}
+_filling = threading.Lock()
 
 
 def attention(
@@ -306,9 +308,10 @@ def _window_identity(window_size: Window) -> object:
 def _remember(identity: object, call: BoundCall) -> None:
     if identity is None:
         return
-    while len(_bound) >= _CAPACITY:
-        _bound.pop(next(iter(_bound)), None)
-    _bound[identity] = call
+    with _filling:
+        while len(_bound) >= _CAPACITY:
+            _bound.pop(next(iter(_bound)), None)
+        _bound[identity] = call
 
 
 def _check_only_sequences(sequences: object, **others: object) -> None:

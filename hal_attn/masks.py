@@ -33,7 +33,14 @@ def additive_mask(mask: Tensor | None, key_padding_mask: Tensor | None, dtype: t
         if key_padding_mask is None:
             return mask.to(dtype)
         return mask.to(dtype).masked_fill(~seen, -torch.inf)
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    visible, hidden = (torch.tensor(number, dtype=dtype, device=seen.device) for number in (0.0, -torch.inf))
+    return torch.where(seen, visible, hidden)
+
+
+def clear_blind(query: Tensor, dead: Tensor) -> Tensor:
+    """`query [B, Sq, H, D]` with 0 at the queries that see no key (`dead`, broadcastable to `[B, H, Sq]`), so that a
+    NaN there reaches no gradient."""
+    return query.masked_fill(dead.transpose(1, 2).unsqueeze(-1), 0.0)
 
 
 def clear_unseen(rows: Tensor, seen: Tensor) -> Tensor:

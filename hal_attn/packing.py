@@ -79,7 +79,10 @@ class PackedSequences:
         Raises:
             InvalidAttentionInputError: offsets that are none, or that differ in number between queries and keys.
         """
-        return cls.checked(cu_seqlens, cu_seqlens_k, host, host_k, names=("host", "host_k"))
+        # Copies, so that what the caller does to its tensors later cannot part them from the host's offsets.
+        own = check_offsets("cu_seqlens", cu_seqlens).clone()
+        own_k = None if cu_seqlens_k is None else check_offsets("cu_seqlens_k", cu_seqlens_k).clone()
+        return cls.checked(own, own_k, host, host_k, names=("host", "host_k"))
 
     @classmethod
     def checked(
@@ -197,8 +200,9 @@ class PackedSequences:
         if device not in self._offsets:
             assert self.cu_seqlens_host is not None
             assert self.cu_seqlens_k_host is not None
-            first = _to_device(self.cu_seqlens_host, device)
-            second = first if self.same_lengths else _to_device(self.cu_seqlens_k_host, device)
+            with torch.inference_mode(False):
+                first = _to_device(self.cu_seqlens_host, device)
+                second = first if self.same_lengths else _to_device(self.cu_seqlens_k_host, device)
             self._offsets[device] = (first, second)
         return self._offsets[device]
 
@@ -257,7 +261,9 @@ class PackedSequences:
         try:
             return self._memo[key]  # type: ignore[return-value]
         except KeyError:
-            made = make()
+            # Kept for later calls of any kind, so neither inference mode nor a default device may mark what is made.
+            with torch.inference_mode(False), torch.device("cpu"):
+                made = make()
             self._memo[key] = made
             return made
 
@@ -351,7 +357,7 @@ def _check_counts(count: int, count_k: int, name: str) -> None:
 
 
 def _to_device(host: tuple[int, ...], device: torch.device) -> Tensor:
-    tensor = torch.tensor(host, dtype=torch.int32)
+    tensor = torch.tensor(host, dtype=torch.int32, device="cpu")
     if device.type == "cpu":
         return tensor
     # Only pinned memory is copied without waiting; pinning needs the device's own allocator.

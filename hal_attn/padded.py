@@ -19,15 +19,16 @@ sequences with as many queries as keys is padded behind instead: the triangle hi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hal_attn.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder, AttentionResult
+from hal_attn.errors import UnsupportedAttentionError
 from hal_attn.packing import PackedSequences
 from hal_attn.request import AttentionRequest
 
@@ -108,6 +109,9 @@ class PaddedPlan(AttentionMetadata):
         queries, keys = self.buckets[0].queries, self.buckets[0].keys
         if queries.start != 0 or keys.start != 0 or self.buckets[0].key_mask is not None:
             return None
+        if keys.count * keys.length != sum(self.sequences.lengths_k):
+            # Keys of a sequence without queries lie behind or between; a view of all rows would let them in.
+            return None
         return queries.count, queries.length, keys.length
 
 
@@ -166,39 +170,45 @@ class PaddedMetadataBuilder(AttentionMetadataBuilder):
 
 
 def run_padded_attention(
-    backend: AttentionBackend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sequences: PackedSequences,
-    *,
-    request: AttentionRequest | None = None,
-    metadata: PaddedPlan | None = None,
-    **options: object,
+    backend: AttentionBackend, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, **options: object
 ) -> AttentionResult:
     """Packed attention on `backend.forward`: query `[Tq, H, D]`, key `[Tk, Hkv, D]`, value `[Tk, Hkv, Dv]` ->
     `[Tq, H, Dv]` and, with `return_lse`, LSE `[H, Tq]`.
 
     `options` are those of `varlen_attention`. Sequences without queries or keys are answered by rule: output 0, LSE
-    -inf or the sink, gradient 0. `metadata` is the plan for these sequences, made and kept with them where it is None.
-    """
-    if metadata is None:
-        if request is None:
-            from hal_attn.validation import packed_request
+    -inf or the sink, gradient 0. The plan for these sequences is made once and kept with them.
 
-            request = packed_request(query, key, value, sequences, options)
-            options = {**options, **request.options(), "causal": request.causal, "window_size": request.window_size}
-        metadata = padded_plan(backend, sequences, request)
-    slopes = cast("Tensor | None", options.pop("alibi_slopes", None))
+    Raises:
+        InvalidAttentionInputError: an argument is wrong.
+        UnsupportedAttentionError: `backend` does not take the call.
+    """
+    from hal_attn.validation import packed_request
+
+    request = packed_request(query, key, value, sequences, options)
+    refusals = backend.refusals(request)
+    if refusals:
+        message = f"{backend.name} does not take this call ({request.describe()})"
+        raise UnsupportedAttentionError(message, [(backend.name, refusals)])
+    tensors = {name: option for name, option in options.items() if isinstance(option, Tensor)}
+    plan = padded_plan(backend, sequences, request)
+    return run_plan(backend, plan, query, key, value, {**request.options(), **tensors})
+
+
+def run_plan(
+    backend: AttentionBackend, plan: PaddedPlan, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
+) -> AttentionResult:
+    """`run_padded_attention` of a call that is checked and planned."""
+    slopes: Tensor | None = options.get("alibi_slopes")
+    sinks: Tensor | None = options.get("sinks")
     outputs: list[Tensor] = []
     lses: list[Tensor] = []
     with_lse = bool(options.get("return_lse"))
-    for bucket in metadata.buckets:
+    for bucket in plan.buckets:
         extra = dict(options)
         if bucket.key_mask is not None:
             extra["key_padding_mask"] = bucket.key_mask
-        if slopes is not None:
-            extra["alibi_slopes"] = slopes if slopes.dim() == 1 else slopes[list(bucket.members)]
+        if slopes is not None and slopes.dim() == 2:
+            extra["alibi_slopes"] = slopes[list(bucket.members)]
         q, k, v = bucket.queries.take(query), bucket.keys.take(key), bucket.keys.take(value)
         result = backend.forward(q, k, v, **extra)
         if with_lse:
@@ -207,14 +217,18 @@ def run_padded_attention(
         else:
             output = cast(Tensor, result)
         outputs.append(output.flatten(0, 1))
-    sinks = cast("Tensor | None", options.get("sinks"))
-    output = _assemble(outputs, metadata, query.new_zeros(_missing_rows(metadata), query.shape[1], value.shape[2]))
+    output = _assemble(outputs, plan, query.new_zeros(_missing_rows(plan), query.shape[1], value.shape[2]))
     if not any(part.requires_grad for part in outputs):
-        output = attached(output, query, key, value)
+        output = attached(output, query, key, value, *tensor_options(options))
     if not with_lse:
         return output
-    missing = empty_lse((_missing_rows(metadata), query.shape[1]), sinks, query.device)
-    return output, _assemble(lses, metadata, missing).transpose(0, 1)
+    missing = empty_lse((_missing_rows(plan), query.shape[1]), sinks, query.device)
+    return output, _assemble(lses, plan, missing).transpose(0, 1)
+
+
+def tensor_options(options: Mapping[str, object]) -> list[Tensor]:
+    """The tensors among `options`."""
+    return [option for option in options.values() if isinstance(option, Tensor)]
 
 
 def padded_plan(backend: AttentionBackend, sequences: PackedSequences, request: AttentionRequest) -> PaddedPlan:
@@ -241,7 +255,7 @@ def attached(output: Tensor, *inputs: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return output
     for tensor in inputs:
-        if tensor.requires_grad:
+        if tensor.is_floating_point() and tensor.requires_grad:
             # An empty slice sums to 0 whatever the values are, so a NaN among them stays out.
             output = output + tensor.reshape(-1)[:0].sum().to(output.dtype)
     return output

@@ -179,7 +179,7 @@ class Scores:
     def dropout(self) -> Tensor:
         """1/(1-p) where a weight is kept, 0 where it is dropped; the same for the same seed and tile."""
         generator = torch.Generator().manual_seed(self.options.seed + self.tile.index)
-        kept = torch.rand(self.values.shape, generator=generator) >= self.options.dropout_p
+        kept = torch.rand(self.values.shape, generator=generator, device="cpu") >= self.options.dropout_p
         return kept.to(self.values.device).to(self.values.dtype) / (1.0 - self.options.dropout_p)
 
     def times(self, weights: Tensor, rows: Tensor) -> Tensor:
@@ -187,17 +187,22 @@ class Scores:
         nothing, NaN or not."""
         if self.hidden is None:
             return _product(weights, rows)
-        if rows.device.type != "cpu":
-            unseen = self.hidden.expand(self.values.shape).all(-2).all(2)
-            return _product(weights, rows.masked_fill(unseen.unsqueeze(-1), 0.0))
-        wild = ~torch.isfinite(rows).all(-1).flatten(0, 1).all(0) if rows.numel() else None
-        if wild is None or not bool(wild.any()):
+        wild = ~torch.isfinite(rows).all(-1) if rows.device.type == "cpu" else None
+        if wild is not None and not bool(wild.any()):
             return _product(weights, rows)
-        columns = wild.nonzero().flatten()
-        tame = rows.index_fill(2, columns, 0.0)
-        seen = ~self.hidden.expand(self.values.shape)[..., columns]
-        extra = weights[..., columns].unsqueeze(-1) * rows[:, :, columns][:, :, None, None]
-        return _product(weights, tame) + torch.where(seen.unsqueeze(-1), extra, 0.0).sum(-2)
+        unseen = self.hidden.expand(self.values.shape).all(-2).all(2)
+        if wild is None:
+            # Looking at the values would wait for the device.
+            return _product(weights, rows.masked_fill(unseen.unsqueeze(-1), 0.0))
+        rows = rows.masked_fill(unseen.unsqueeze(-1), 0.0)
+        columns = (wild & ~unseen).flatten(0, 1).any(0).nonzero().flatten()
+        result = _product(weights, rows.index_fill(2, columns, 0.0))
+        for column in columns.tolist():
+            # Some queries see this key and others do not: a product would hand its NaN to all of them.
+            seen = ~self.hidden.expand(self.values.shape)[..., column, None]
+            extra = weights[..., column, None] * rows[:, :, None, None, column]
+            result = result + torch.where(seen, extra, 0.0)
+        return result
 
 
 def _product(weights: Tensor, rows: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hal_attn.backend import AttentionResult
 from hal_attn.capabilities import Capabilities
-from hal_attn.masks import additive_mask, clear_unseen, visible_keys
+from hal_attn.masks import additive_mask, clear_blind, clear_unseen, visible_keys
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 from hal_attn_cpu.ring import BatchedBackend
@@ -72,7 +72,12 @@ class CpuFlashBackend(BatchedBackend):
         return_lse: bool = False,
     ) -> AttentionResult:
         seen = visible_keys(mask, key_padding_mask)
+        dead: Tensor | None = None
         if seen is not None:
+            rows = visible_keys(mask, key_padding_mask, causal, query.shape[1])
+            assert rows is not None
+            dead = ~rows.any(-1)
+            query = clear_blind(query, dead)
             key, value = clear_unseen(key, seen), clear_unseen(value, seen)
         output, lse = _kernel()(
             _rows(query),
@@ -83,10 +88,7 @@ class CpuFlashBackend(BatchedBackend):
             attn_mask=additive_mask(mask, key_padding_mask, query.dtype),
             scale=scale,
         )
-        if seen is not None:
-            rows = visible_keys(mask, key_padding_mask, causal, query.shape[1])
-            assert rows is not None
-            dead = ~rows.any(-1)
+        if dead is not None:
             output = output.masked_fill(dead.unsqueeze(-1), 0.0)
             lse = lse.masked_fill(dead, -torch.inf)
         output = output.transpose(1, 2)

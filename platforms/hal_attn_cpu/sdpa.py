@@ -11,7 +11,7 @@ from torch import Tensor
 from hal_attn.backend import AttentionResult
 from hal_attn.capabilities import Capabilities
 from hal_attn.chunked import chunked_lse
-from hal_attn.masks import additive_mask, clear_unseen, visible_keys
+from hal_attn.masks import additive_mask, clear_blind, clear_unseen, visible_keys
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 from hal_attn_cpu.ring import BatchedBackend
@@ -80,9 +80,10 @@ class CpuSdpaBackend(BatchedBackend):
         return_lse: bool = False,
     ) -> AttentionResult:
         seen = visible_keys(mask, key_padding_mask)
-        if seen is not None:
-            key, value = clear_unseen(key, seen), clear_unseen(value, seen)
         rows = visible_keys(mask, key_padding_mask, causal, query.shape[1])
+        if seen is not None and rows is not None:
+            query = clear_blind(query, ~rows.any(-1))
+            key, value = clear_unseen(key, seen), clear_unseen(value, seen)
         # SDPA leaves open what a mask and is_causal do together, so the triangle joins the mask.
         joined = additive_mask(mask, key_padding_mask, query.dtype)
         if joined is not None and causal:
