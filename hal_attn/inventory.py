@@ -67,7 +67,8 @@ def backends(
         if device is None
         else (registry.platform_for(torch.device(device), settings or environment.read()),)
     )
-    return tuple(status for platform in owners for status in _backend_statuses(registry, platform))
+    disabled = (settings or environment.read()).disabled_backends
+    return tuple(status for platform in owners for status in _backend_statuses(registry, platform, disabled))
 
 
 def _all(registry: Registry, settings: Settings | None) -> tuple[Platform, ...]:
@@ -99,13 +100,15 @@ def _platform_status(registry: Registry, platform: Platform) -> PlatformStatus:
     )
 
 
-def _backend_statuses(registry: Registry, platform: Platform) -> list[BackendStatus]:
+def _backend_statuses(registry: Registry, platform: Platform, disabled: tuple[str, ...]) -> list[BackendStatus]:
     found = registry.detection(platform)
     statuses = []
     for backend in platform.backends():
         reason = registry.unavailable(backend) if found.available else None
         if not found.available:
             reason = Refusal("available", found.reason, f"a device of {platform.name}", found.remedy)
+        elif backend.name in disabled:
+            reason = Refusal("disabled", "HAL_ATTN_DISABLED_BACKENDS names it", "a variable that does not")
         statuses.append(
             BackendStatus(backend.name, platform.name, reason is None, reason, backend.install, platform.simulated)
         )

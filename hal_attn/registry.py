@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -113,8 +114,10 @@ class Registry:
         """
         wanted = settings.platform
         if wanted is not None and self.platform(wanted) is None:
+            close = difflib.get_close_matches(wanted, [p.name for p in self.platforms], n=1)
             raise ConfigurationError(
                 f"HAL_ATTN_PLATFORM: got {wanted!r}; allowed: {', '.join(p.name for p in self.platforms)}"
+                + "".join(f" (did you mean {name}?)" for name in close)
                 + "".join(f"; {b.name} is broken: {b.reason}" for b in self.broken if b.name == wanted)
             )
         if settings.simulate is not None and device.type == "cpu":

@@ -47,6 +47,8 @@ class Report:
         if not any(status.available for status in self.platforms if self.only in (None, status.name)):
             which = "no platform is usable" if self.only is None else f"HAL_ATTN_PLATFORM={self.only} is not usable"
             found.append(f"{which}; its remedy is in the table of platforms")
+        elif not any(status.usable for status in self.backends):
+            found.append("no backend is usable, so no call can run; the table of backends says why")
         return tuple(found)
 
 

@@ -1,0 +1,48 @@
+"""The wheel: what a user who installs it gets."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("hal_attn", "hal_attn_cpu", "hal_attn_cuda", "hal_attn_rocm", "hal_attn_ascend")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    with zipfile.ZipFile(next(folder.glob("hal_attn-*.whl"))) as archive:
+        yield archive
+
+
+def test_every_package_is_in_the_wheel_and_typed(wheel):
+    names = wheel.namelist()
+    for package in PACKAGES:
+        assert f"{package}/__init__.py" in names
+        assert f"{package}/py.typed" in names
+        assert package == "hal_attn" or f"{package}/platform.py" in names
+    assert {name.partition("/")[0] for name in names if not name.startswith("hal_attn-")} == set(PACKAGES)
+    assert "hal_attn/demo/data/alice.txt" in names
+
+
+def test_the_wheel_declares_platforms_and_command(wheel):
+    entry_points = wheel.read(next(n for n in wheel.namelist() if n.endswith("entry_points.txt"))).decode()
+    for line in ("hal-attn = hal_attn.cli:main", "[hal_attn.platforms]", "cpu = hal_attn_cpu.platform:CpuPlatform"):
+        assert line in entry_points
+    for vendor in ("cuda", "rocm", "ascend"):
+        assert f"{vendor} = hal_attn_{vendor}.platform:" in entry_points
+
+
+def test_only_pytorch_and_small_packages_are_required(wheel):
+    metadata = wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode()
+    required = {
+        line.removeprefix("Requires-Dist: ").partition(">")[0]
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    }
+    assert required == {"torch", "filelock", "platformdirs", "rich", "typer"}
