@@ -178,7 +178,7 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
             "key",
             f"{kv_heads} heads",
             f"a number of heads, at least 1, that divides the {heads} heads of query",
-            "PyTorch's [B, H, S, D] needs .transpose(1, 2); query head h reads key head h // (H // Hkv)",
+            "query head h reads key head h // (H // Hkv)",
         )
     if value.shape[-2] != kv_heads:
         raise InvalidAttentionInputError("value", f"{value.shape[-2]} heads", f"as many heads as key, {kv_heads}")
