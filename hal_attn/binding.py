@@ -13,10 +13,10 @@ from torch import Tensor
 from hal_attn import settings as environment
 from hal_attn.backend import AttentionBackend, AttentionResult
 from hal_attn.errors import InvalidAttentionInputError
-from hal_attn.packing import PackedSequences
+from hal_attn.packing import PackedSequences, rows_of
 from hal_attn.padded import attached, empty_lse, plan_maker, run_plan
 from hal_attn.registry import Registry
-from hal_attn.request import AttentionRequest
+from hal_attn.request import AttentionRequest, tensor_options
 from hal_attn.selection import Selection, explicit_names, require, select
 from hal_attn.tuning import tuned
 from hal_attn.validation import dense_request, packed_request
@@ -24,7 +24,6 @@ from hal_attn.validation import dense_request, packed_request
 _log = logging.getLogger("hal_attn")
 
 BoundCall = Callable[..., AttentionResult]
-TENSOR_OPTIONS = ("mask", "key_padding_mask", "sinks", "alibi_slopes")
 
 
 def bind_dense(
@@ -32,22 +31,16 @@ def bind_dense(
 ) -> BoundCall:
     """The call that answers batched calls like this one: `call(query, key, value, **tensor_options)`."""
     request = dense_request(query, key, value, options)
-    tensors = {name: options[name] for name in TENSOR_OPTIONS if options.get(name) is not None}
-    settings = environment.read()
-    environment.apply_log_level(settings)
-    explicit = explicit_names(backend, settings)
-    selection = select(request, registry, settings, explicit)
-    if not (request.tokens_q and request.tokens_k):
-        require(selection, registry, settings)
-        _log.debug("no queries or no keys: answered by rule, no kernel")
-        return partial(_answer_without_keys, request)
+    tensors = tensor_options(options)
 
     def run(candidate: AttentionBackend) -> object:
         return _dense_call(candidate, request, bool(tensors))(query, key, value, **tensors)
 
-    selection = tuned(selection, registry, settings, explicit, run)
+    has_keys = bool(request.tokens_q and request.tokens_k)
+    selection, settings = _choose(registry, request, None, backend, run if has_keys else None)
     chosen = require(selection, registry, settings)
-    _log.info("%s, by %s, for %s", chosen.name, selection.source, request.describe())
+    if not has_keys:
+        return partial(_answer_without_keys, request)
     return _without_autocast(_dense_call(chosen, request, bool(tensors)), request)
 
 
@@ -61,21 +54,15 @@ def bind_packed(
     backend: object,
 ) -> BoundCall:
     """The call that answers packed calls like this one: `call(query, key, value, sequences, **tensor_options)`."""
-    settings = environment.read()
-    environment.apply_log_level(settings)
     request = packed_request(query, key, value, sequences, options)
-    tensors = {name: options[name] for name in TENSOR_OPTIONS if options.get(name) is not None}
-    explicit = explicit_names(backend, settings)
-    selection = select(request, registry, settings, explicit)
-    _check_empty(sequences, selection, settings)
+    tensors = tensor_options(options)
 
     def run(candidate: AttentionBackend) -> object:
         return _packed_call(candidate, request)(query, key, value, sequences, **tensors)
 
-    if request.tokens_q and request.tokens_k:
-        selection = tuned(selection, registry, settings, explicit, run)
+    has_keys = bool(request.tokens_q and request.tokens_k)
+    selection, settings = _choose(registry, request, sequences, backend, run if has_keys else None)
     chosen = require(selection, registry, settings)
-    _log.info("%s, by %s, for %s", chosen.name, selection.source, request.describe())
     call = _without_autocast(_packed_call(chosen, request), request)
     if settings.validate == "full":
         return partial(_validated, call)
@@ -92,16 +79,42 @@ def explain_call(
     backend: object,
 ) -> Selection:
     """The selection of the call that these arguments would make; measures nothing."""
-    settings = environment.read()
     if sequences is None:
         request = dense_request(query, key, value, options)
     else:
         request = packed_request(query, key, value, sequences, options)
+    return _selection(registry, request, sequences, backend, environment.read(), None)
+
+
+def _choose(
+    registry: Registry,
+    request: AttentionRequest,
+    sequences: PackedSequences | None,
+    backend: object,
+    run: Callable[[AttentionBackend], object] | None,
+) -> tuple[Selection, environment.Settings]:
+    """The selection for a call, and the settings that it was made under."""
+    settings = environment.read()
+    environment.apply_log_level(settings)
+    selection = _selection(registry, request, sequences, backend, settings, run)
+    if selection.chosen is not None:
+        _log.info("%s, by %s, for %s", selection.chosen.name, selection.source, request.describe())
+    return selection, settings
+
+
+def _selection(
+    registry: Registry,
+    request: AttentionRequest,
+    sequences: PackedSequences | None,
+    backend: object,
+    settings: environment.Settings,
+    run: Callable[[AttentionBackend], object] | None,
+) -> Selection:
     explicit = explicit_names(backend, settings)
     selection = select(request, registry, settings, explicit)
     if sequences is not None:
         _check_empty(sequences, selection, settings)
-    return tuned(selection, registry, settings, explicit, None)
+    return tuned(selection, registry, settings, explicit, run)
 
 
 def _dense_call(backend: AttentionBackend, request: AttentionRequest, with_tensors: bool) -> BoundCall:
@@ -146,20 +159,13 @@ def _run_packed(
     """One `forward_varlen` over the sequences that have both queries and keys; the others are answered by rule."""
     if not sequences.empty:
         return _forward_varlen(backend, request, query, key, value, sequences, tensors)
-    kept = [i for i in range(sequences.count) if i not in set(sequences.empty)]
-    lengths = [sequences.lengths[i] for i in kept]
-    lengths_k = None if sequences.equal_lengths else [sequences.lengths_k[i] for i in kept]
-    rest = sequences.memo("compact", lambda: PackedSequences.from_lengths(lengths, lengths_k, device=sequences.device))
-    alive = [bool(keys) for keys in sequences.lengths_k]
-    rows = sequences.memo(("rows", query.device), lambda: _row_mask(sequences.lengths, alive, query.device))
-    used = [bool(queries) for queries in sequences.lengths]
-    rows_k = sequences.memo(("rows_k", query.device), lambda: _row_mask(sequences.lengths_k, used, query.device))
+    rest, rows, rows_k = sequences.memo(("alive", query.device), partial(_alive_rows, sequences, query.device))
     slopes = tensors.get("alibi_slopes")
     if slopes is not None and slopes.dim() == 2:
-        tensors = {**tensors, "alibi_slopes": slopes[kept]}
+        tensors = {**tensors, "alibi_slopes": slopes[list(sequences.alive)]}
     output = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
     lse = empty_lse((query.shape[0], query.shape[1]), tensors.get("sinks"), query.device)
-    if kept:
+    if sequences.alive:
         parts = (query.index_select(0, rows), key.index_select(0, rows_k), value.index_select(0, rows_k))
         result = _forward_varlen(backend, request, *parts, rest, tensors)
         part = result[0] if request.return_lse else result
@@ -197,10 +203,11 @@ def _forward_varlen(
     return backend.forward_varlen(query, key, value, **arguments, **request.options(), **tensors)
 
 
-def _row_mask(lengths: tuple[int, ...], keep: list[bool], device: torch.device) -> Tensor:
-    """Indices of the rows of the sequences to keep."""
-    flags = torch.tensor(keep, dtype=torch.bool).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
-    return flags.nonzero().flatten().to(device, non_blocking=True)
+def _alive_rows(sequences: PackedSequences, device: torch.device) -> tuple[PackedSequences, Tensor, Tensor]:
+    """The sequences with queries and keys, and their query and key rows among all; rows without the other side go."""
+    rows = rows_of(sequences.lengths, [bool(keys) for keys in sequences.lengths_k])
+    rows_k = rows_of(sequences.lengths_k, [bool(queries) for queries in sequences.lengths])
+    return sequences.of_alive(), rows.to(device, non_blocking=True), rows_k.to(device, non_blocking=True)
 
 
 def _answer_without_keys(

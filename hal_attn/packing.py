@@ -29,6 +29,7 @@ class PackedSequences:
             equal objects where keys are packed like queries.
         max_seqlen, max_seqlen_k: the longest sequence, or a bound that the caller gave.
         count: number of sequences.
+        equal_lengths: every sequence is known to have as many queries as keys.
         source: what the caller calls the query and the key offsets, for errors.
     """
 
@@ -38,7 +39,7 @@ class PackedSequences:
     max_seqlen_k: int
     count: int
     device: torch.device | None = None
-    same_lengths: bool = False
+    equal_lengths: bool = False
     source: tuple[str, str] = ("sequences", "sequences")
     _offsets: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _memo: dict[Hashable, object] = field(default_factory=dict, repr=False)
@@ -80,8 +81,8 @@ class PackedSequences:
             InvalidAttentionInputError: offsets that are none, or that differ in number between queries and keys.
         """
         # Copies, so that what the caller does to its tensors later cannot part them from the host's offsets.
-        own = check_offsets("cu_seqlens", cu_seqlens).clone()
-        own_k = None if cu_seqlens_k is None else check_offsets("cu_seqlens_k", cu_seqlens_k).clone()
+        own = cu_seqlens.clone() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+        own_k = cu_seqlens_k.clone() if isinstance(cu_seqlens_k, Tensor) else cu_seqlens_k
         return cls.checked(own, own_k, host, host_k, names=("host", "host_k"))
 
     @classmethod
@@ -154,7 +155,7 @@ class PackedSequences:
     @cached_property
     def lengths_k(self) -> tuple[int, ...]:
         """Key length of each sequence; reads the device where the host does not know them."""
-        return self.lengths if self.same_lengths else _differences(self._host_or_read(1))
+        return self.lengths if self.equal_lengths else _differences(self._host_or_read(1))
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -165,11 +166,6 @@ class PackedSequences:
     def cu_seqlens_k(self) -> Tensor:
         """Key offsets, int32 `[count + 1]`, on `device`; the same tensor where keys are packed like queries."""
         return self.offsets(self.device or torch.device("cpu"))[1]
-
-    @cached_property
-    def equal_lengths(self) -> bool:
-        """Every sequence is known to have as many queries as keys."""
-        return self.same_lengths
 
     @cached_property
     def uniform(self) -> bool:
@@ -187,6 +183,12 @@ class PackedSequences:
         return tuple(index for index, (queries, keys) in enumerate(pairs) if queries == 0 or keys == 0)
 
     @cached_property
+    def alive(self) -> tuple[int, ...]:
+        """Indices of the other sequences, which have queries and keys."""
+        empty = set(self.empty)
+        return tuple(index for index in range(self.count) if index not in empty)
+
+    @cached_property
     def signature(self) -> tuple[object, ...]:
         """What a bound call depends on; made once, so that a call only compares it."""
         totals: tuple[int, int] | None = None
@@ -202,7 +204,7 @@ class PackedSequences:
             assert self.cu_seqlens_k_host is not None
             with torch.inference_mode(False):
                 first = _to_device(self.cu_seqlens_host, device)
-                second = first if self.same_lengths else _to_device(self.cu_seqlens_k_host, device)
+                second = first if self.equal_lengths else _to_device(self.cu_seqlens_k_host, device)
             self._offsets[device] = (first, second)
         return self._offsets[device]
 
@@ -220,9 +222,14 @@ class PackedSequences:
                     "for without_empty, sequences that are empty on both sides or on neither",
                     "HAL_ATTN_EMPTY_SEQUENCES=compact answers it exactly",
                 )
-        kept = [i for i in range(self.count) if i not in set(self.empty)]
-        lengths_k = None if self.same_lengths else [self.lengths_k[i] for i in kept]
-        return PackedSequences.from_lengths([self.lengths[i] for i in kept], lengths_k, device=self.device)
+        return self.of_alive()
+
+    def of_alive(self) -> PackedSequences:
+        """The sequences that have queries and keys, packed without the rows of the others."""
+        lengths_k = None if self.equal_lengths else [self.lengths_k[index] for index in self.alive]
+        return PackedSequences.from_lengths(
+            [self.lengths[index] for index in self.alive], lengths_k, device=self.device
+        )
 
     def check_tensors(self, query: Tensor, key: Tensor) -> None:
         """Raises InvalidAttentionInputError unless the offsets end at the last rows of these, on their device."""
@@ -291,6 +298,12 @@ def unpack(tensor: Tensor, lengths: Sequence[int], padding: float = 0.0) -> Tens
     if not lengths:
         return tensor.reshape(0, 0, *tensor.shape[1:])
     return torch.nn.utils.rnn.pad_sequence(list(tensor.split(list(lengths))), batch_first=True, padding_value=padding)
+
+
+def rows_of(lengths: Sequence[int], keep: Sequence[bool]) -> Tensor:
+    """Indices of the packed rows of the sequences to keep, on the CPU."""
+    flags = torch.tensor(keep, dtype=torch.bool, device="cpu")
+    return flags.repeat_interleave(torch.tensor(lengths, dtype=torch.long, device="cpu")).nonzero().flatten()
 
 
 def check_offsets(name: str, offsets: object) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 MaskKind = Literal["none", "bool", "float"]
 
@@ -133,3 +135,11 @@ def canonical_band(
     if left == -1 and right in (-1, 0):
         return causal, None
     return causal, (left, right)
+
+
+TENSOR_OPTIONS = ("mask", "key_padding_mask", "sinks", "alibi_slopes")
+
+
+def tensor_options(options: Mapping[str, object]) -> dict[str, Tensor]:
+    """The tensors among the options of a call, by name."""
+    return {name: value for name in TENSOR_OPTIONS if isinstance(value := options.get(name), Tensor)}
