@@ -2,48 +2,70 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def visible_keys(
-    mask: Tensor | None, key_padding_mask: Tensor | None, causal: bool = False, seqlen_q: int = 1
-) -> Tensor | None:
-    """Which pairs `mask` and `key_padding_mask` leave visible: bool, broadcastable to `[B, H, Sq, Sk]`; None: all.
+class MaskedInputs(NamedTuple):
+    """What a kernel with one additive mask is given.
 
-    With `causal` the top-left triangle (right where Sq == Sk) is joined in, so that the rows are final.
+    Attributes:
+        query, key, value: `[B, S, H, D]`, with 0 at the queries that see no key and the keys that no query sees, so
+            that a NaN there reaches neither output nor gradient.
+        added: the additive mask, broadcastable to `[B, H, Sq, Sk]`, without the triangle; None where nothing is hidden.
+        visible: which pairs are visible, the triangle included; None where no mask is given.
+        blind: the queries that see no key, bool, broadcastable to `[B, H, Sq]`; None where no mask is given.
     """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    added: Tensor | None
+    visible: Tensor | None
+    blind: Tensor | None
+
+
+def masked_inputs(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, key_padding_mask: Tensor | None, causal: bool
+) -> MaskedInputs:
+    """Query `[B, Sq, H, D]`, key and value `[B, Sk, Hkv, D]` and the masks of a call, ready for such a kernel.
+
+    `causal` is the top-left triangle, right where Sq == Sk.
+    """
+    seen = _seen(mask, key_padding_mask)
+    if seen is None:
+        return MaskedInputs(query, key, value, None, None, None)
+    visible = seen.expand(-1, -1, query.shape[1], query.shape[1]).tril() if causal else seen
+    blind = ~visible.any(-1)
+    unused = ~seen.flatten(1, 2).any(1)[:, :, None, None]
+    return MaskedInputs(
+        query.masked_fill(blind.transpose(1, 2).unsqueeze(-1), 0.0),
+        key.masked_fill(unused, 0.0),
+        value.masked_fill(unused, 0.0),
+        _added(mask, key_padding_mask, seen, query.dtype),
+        visible,
+        blind,
+    )
+
+
+def _seen(mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
+    """Which pairs the masks leave visible: bool, broadcastable to `[B, H, Sq, Sk]`; None: all."""
     seen: Tensor | None = None
     if mask is not None:
         seen = mask if mask.dtype == torch.bool else ~torch.isneginf(mask)
     if key_padding_mask is not None:
         padding = key_padding_mask[:, None, None, :]
         seen = padding if seen is None else seen & padding
-    if causal and seen is not None:
-        seen = seen.expand(-1, -1, seqlen_q, seqlen_q).tril()
     return seen
 
 
-def additive_mask(mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """`mask` and `key_padding_mask` as one float mask: 0 or the float mask's value where visible, -inf where hidden."""
-    seen = visible_keys(mask, key_padding_mask)
-    if seen is None:
-        return None
+def _added(mask: Tensor | None, key_padding_mask: Tensor | None, seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """The masks as one: 0 or the float mask's value where visible, -inf where hidden."""
     if mask is not None and mask.dtype != torch.bool:
         if key_padding_mask is None:
             return mask.to(dtype)
         return mask.to(dtype).masked_fill(~seen, -torch.inf)
     visible, hidden = (torch.tensor(number, dtype=dtype, device=seen.device) for number in (0.0, -torch.inf))
     return torch.where(seen, visible, hidden)
-
-
-def clear_blind(query: Tensor, dead: Tensor) -> Tensor:
-    """`query [B, Sq, H, D]` with 0 at the queries that see no key (`dead`, broadcastable to `[B, H, Sq]`), so that a
-    NaN there reaches no gradient."""
-    return query.masked_fill(dead.transpose(1, 2).unsqueeze(-1), 0.0)
-
-
-def clear_unseen(rows: Tensor, seen: Tensor) -> Tensor:
-    """`rows [B, Sk, Hkv, D]` with 0 at the keys that no query of any head sees, so that a NaN there stays out."""
-    used = seen.flatten(1, 2).any(1)
-    return rows.masked_fill(~used[:, :, None, None], 0.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hal_attn.backend import AttentionResult
 from hal_attn.capabilities import Capabilities
-from hal_attn.masks import additive_mask, clear_blind, clear_unseen, visible_keys
+from hal_attn.masks import masked_inputs
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 from hal_attn_cpu.ring import BatchedBackend
@@ -22,8 +22,8 @@ class CpuFlashBackend(BatchedBackend):
     Its rules: one head dimension for query, key and value; a top-left triangle; an additive mask in the dtype of query;
     no dropout; no gradient for the mask; an LSE without gradient, in float64 for float64 inputs; a row without visible
     keys gives LSE 0.0, so such rows are found from the masks. It reads the last dimension as if its stride were 1, and
-    computes on whatever lies there. It takes grouped heads as they are. It stops the process
-    (SIGFPE) on a call without queries or keys: the dispatcher answers those, this adapter never passes one on.
+    computes on whatever lies there. It takes grouped heads as they are. It stops the process (SIGFPE) on a call without
+    queries or keys: the dispatcher answers those, this adapter never passes one on.
     """
 
     name = "cpu_flash"
@@ -71,26 +71,19 @@ class CpuFlashBackend(BatchedBackend):
         deterministic: bool = False,
         return_lse: bool = False,
     ) -> AttentionResult:
-        seen = visible_keys(mask, key_padding_mask)
-        dead: Tensor | None = None
-        if seen is not None:
-            rows = visible_keys(mask, key_padding_mask, causal, query.shape[1])
-            assert rows is not None
-            dead = ~rows.any(-1)
-            query = clear_blind(query, dead)
-            key, value = clear_unseen(key, seen), clear_unseen(value, seen)
+        inputs = masked_inputs(query, key, value, mask, key_padding_mask, causal)
         output, lse = _kernel()(
-            _rows(query),
-            _rows(key),
-            _rows(value),
+            _rows(inputs.query),
+            _rows(inputs.key),
+            _rows(inputs.value),
             0.0,
             causal,
-            attn_mask=additive_mask(mask, key_padding_mask, query.dtype),
+            attn_mask=inputs.added,
             scale=scale,
         )
-        if dead is not None:
-            output = output.masked_fill(dead.unsqueeze(-1), 0.0)
-            lse = lse.masked_fill(dead, -torch.inf)
+        if inputs.blind is not None:
+            output = output.masked_fill(inputs.blind.unsqueeze(-1), 0.0)
+            lse = lse.masked_fill(inputs.blind, -torch.inf)
         output = output.transpose(1, 2)
         return (output, lse.to(torch.float32)) if return_lse else output
 

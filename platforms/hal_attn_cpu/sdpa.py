@@ -11,7 +11,7 @@ from torch import Tensor
 from hal_attn.backend import AttentionResult
 from hal_attn.capabilities import Capabilities
 from hal_attn.chunked import chunked_lse
-from hal_attn.masks import additive_mask, clear_blind, clear_unseen, visible_keys
+from hal_attn.masks import masked_inputs
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 from hal_attn_cpu.ring import BatchedBackend
@@ -79,29 +79,27 @@ class CpuSdpaBackend(BatchedBackend):
         deterministic: bool = False,
         return_lse: bool = False,
     ) -> AttentionResult:
-        seen = visible_keys(mask, key_padding_mask)
-        rows = visible_keys(mask, key_padding_mask, causal, query.shape[1])
-        if seen is not None and rows is not None:
-            query = clear_blind(query, ~rows.any(-1))
-            key, value = clear_unseen(key, seen), clear_unseen(value, seen)
+        inputs = masked_inputs(query, key, value, mask, key_padding_mask, causal)
         # SDPA leaves open what a mask and is_causal do together, so the triangle joins the mask.
-        joined = additive_mask(mask, key_padding_mask, query.dtype)
+        joined = inputs.added
         if joined is not None and causal:
-            assert rows is not None
-            joined = joined.masked_fill(~rows, -torch.inf)
+            assert inputs.visible is not None
+            joined = joined.masked_fill(~inputs.visible, -torch.inf)
         output = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            inputs.query.transpose(1, 2),
+            inputs.key.transpose(1, 2),
+            inputs.value.transpose(1, 2),
             joined,
             dropout_p,
             causal and joined is None,
             scale=scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
-        if rows is not None:
-            output = output.masked_fill(~rows.any(-1, keepdim=True), 0.0)
+        if inputs.blind is not None:
+            output = output.masked_fill(inputs.blind.unsqueeze(-1), 0.0)
         output = output.transpose(1, 2)
         if not return_lse:
             return output
-        return output, chunked_lse(query, key, scale=scale, causal=causal, mask=mask, key_padding_mask=key_padding_mask)
+        return output, chunked_lse(
+            inputs.query, inputs.key, scale=scale, causal=causal, mask=mask, key_padding_mask=key_padding_mask
+        )
