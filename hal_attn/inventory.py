@@ -42,7 +42,7 @@ class BackendStatus:
 
 def platforms(registry: Registry | None = None, settings: Settings | None = None) -> tuple[PlatformStatus, ...]:
     """Every platform: available, devices and versions, or the reason and the remedy. A broken plugin is one of them."""
-    registry = registry or default_registry()
+    registry, settings = registry or default_registry(), settings or environment.read()
     found = [_platform_status(registry, platform) for platform in _all(registry, settings)]
     found += [
         PlatformStatus(
@@ -61,19 +61,15 @@ def backends(
     Raises:
         UnsupportedAttentionError: no platform owns `device`.
     """
-    registry = registry or default_registry()
-    owners = (
-        _all(registry, settings)
-        if device is None
-        else (registry.platform_for(torch.device(device), settings or environment.read()),)
-    )
-    disabled = (settings or environment.read()).disabled_backends
+    registry, settings = registry or default_registry(), settings or environment.read()
+    owners = _all(registry, settings) if device is None else (registry.platform_for(torch.device(device), settings),)
+    disabled = settings.disabled_backends
     return tuple(status for platform in owners for status in _backend_statuses(registry, platform, disabled))
 
 
-def _all(registry: Registry, settings: Settings | None) -> tuple[Platform, ...]:
+def _all(registry: Registry, settings: Settings) -> tuple[Platform, ...]:
     """The platforms, with the simulated one in the place of the real where HAL_ATTN_SIMULATE asks for it."""
-    wanted = (settings or environment.read()).simulate
+    wanted = settings.simulate
     if wanted is None:
         return registry.platforms
     simulated = registry.simulation(wanted)

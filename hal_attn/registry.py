@@ -41,7 +41,7 @@ class Registry:
         broken: list[BrokenPlatform] = []
         owners: dict[str, str] = {}
         for name, load in sources.items():
-            platform, failure = attempt(lambda name=name, load=load: _make(name, load, owners), None)  # type: ignore[misc]
+            platform, failure = attempt(partial(_make, name, load, owners), None)
             if platform is None:
                 broken.append(BrokenPlatform(name, failure))
             else:
@@ -79,6 +79,18 @@ class Registry:
         """The platform of that name."""
         return next((platform for platform in self.platforms if platform.name == name), None)
 
+    def check_platform(self, name: str) -> None:
+        """Raises ConfigurationError unless HAL_ATTN_PLATFORM may be `name`."""
+        if self.platform(name) is not None:
+            return
+        names = [platform.name for platform in self.platforms]
+        close = difflib.get_close_matches(name, names, n=1)
+        raise ConfigurationError(
+            f"HAL_ATTN_PLATFORM: got {name!r}; allowed: {', '.join(names) or 'none'}"
+            + "".join(f" (did you mean {other}?)" for other in close)
+            + "".join(f"; {b.name} is broken: {b.reason}" for b in self.broken if b.name == name)
+        )
+
     def detection(self, platform: Platform) -> Detection:
         """`platform.detect()`, asked once; what it raises becomes the reason."""
         if self._process != os.getpid():
@@ -113,13 +125,8 @@ class Registry:
             UnsupportedAttentionError: no platform (that the settings allow) owns the device.
         """
         wanted = settings.platform
-        if wanted is not None and self.platform(wanted) is None:
-            close = difflib.get_close_matches(wanted, [p.name for p in self.platforms], n=1)
-            raise ConfigurationError(
-                f"HAL_ATTN_PLATFORM: got {wanted!r}; allowed: {', '.join(p.name for p in self.platforms)}"
-                + "".join(f" (did you mean {name}?)" for name in close)
-                + "".join(f"; {b.name} is broken: {b.reason}" for b in self.broken if b.name == wanted)
-            )
+        if wanted is not None:
+            self.check_platform(wanted)
         if settings.simulate is not None and device.type == "cpu":
             if wanted not in (None, settings.simulate.partition(":")[0]):
                 raise ConfigurationError(

@@ -61,6 +61,12 @@ class Selection:
     considered: tuple[Candidate, ...]
     notes: tuple[str, ...] = ()
 
+    def verdict(self, candidate: Candidate) -> str:
+        """What came of a candidate: "chosen", "takes it" (but another was preferred) or "refused"."""
+        if candidate.backend is self.chosen:
+            return "chosen"
+        return "refused" if candidate.refusals else "takes it"
+
     def __str__(self) -> str:
         simulated = " (SIMULATED)" if self.platform.simulated else ""
         lines = [
@@ -70,10 +76,9 @@ class Selection:
         ]
         lines += [f"note      {note}" for note in self.notes]
         width = max((len(candidate.backend.name) for candidate in self.considered), default=0)
-        for backend, refusals in self.considered:
-            state = "chosen" if backend is self.chosen else "refused" if refusals else "takes it"
-            lines.append(f"  {backend.name:<{width}}  {state}")
-            lines += [f"  {'':<{width}}    - {refusal}" for refusal in refusals]
+        for candidate in self.considered:
+            lines.append(f"  {candidate.backend.name:<{width}}  {self.verdict(candidate)}")
+            lines += [f"  {'':<{width}}    - {refusal}" for refusal in candidate.refusals]
         return "\n".join(lines)
 
 

@@ -230,9 +230,17 @@ def _parse(items: tuple[tuple[str, str], ...]) -> Settings:
     return Settings(**values)  # type: ignore[arg-type]
 
 
+def closest_variable(name: str) -> str:
+    """The known variable whose name is most like `name`; empty where none is like it."""
+    # Compared without the prefix that all share, which would make every name alike.
+    tails = {variable.name.removeprefix(PREFIX): variable.name for variable in VARIABLES}
+    close = difflib.get_close_matches(name.removeprefix(PREFIX), tails, n=1, cutoff=0.5)
+    return tails[close[0]] if close else ""
+
+
 def _warn_unknown(name: str, known: tuple[str, ...]) -> None:
-    close = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean {close[0]}?" if close else "known are: " + ", ".join(known)
+    close = closest_variable(name)
+    remedy = f"did you mean {close}?" if close else "known are: " + ", ".join(known)
     warnings.warn(f"unknown environment variable {name} is ignored; {remedy}", UserWarning, stacklevel=5)
 
 

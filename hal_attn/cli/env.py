@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,7 +16,7 @@ from hal_attn.cli import output
 from hal_attn.errors import ConfigurationError, UnsupportedAttentionError
 from hal_attn.registry import Registry
 from hal_attn.selection import check_names
-from hal_attn.settings import PREFIX, VARIABLES, Variable
+from hal_attn.settings import PREFIX, VARIABLES, Variable, closest_variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ def inspect(environ: Mapping[str, str], registry: Registry) -> Environment:
     unknown = [name for name in sorted(environ) if name.startswith(PREFIX) and name not in known]
     return Environment(
         tuple(_status(variable, environ.get(variable.name), registry) for variable in VARIABLES),
-        tuple(UnknownVariable(name, environ[name], _closest(name, known)) for name in unknown),
+        tuple(UnknownVariable(name, environ[name], closest_variable(name)) for name in unknown),
     )
 
 
@@ -113,28 +112,19 @@ def _status(variable: Variable, text: str | None, registry: Registry) -> Variabl
 
 def _registry_problem(variable: Variable, value: object, registry: Registry) -> str:
     """What is wrong with a well-formed value because of what is installed; empty where nothing is."""
-    if variable.field in ("backend", "disabled_backends"):
-        try:
+    try:
+        if variable.field in ("backend", "disabled_backends"):
             check_names(cast("tuple[str, ...]", value), variable.name, registry)
-        except ConfigurationError as error:
-            return str(error).removeprefix(f"{variable.name}: ")
-    if variable.field == "platform" and registry.platform(str(value)) is None:
-        names = [platform.name for platform in registry.platforms]
-        broken = [f"{value} is a broken plugin: {b.reason}" for b in registry.broken if b.name == value]
-        return "; ".join([f"got {value!r}; allowed: {', '.join(names) or 'none'}", *broken])
+        if variable.field == "platform":
+            registry.check_platform(str(value))
+    except ConfigurationError as error:
+        return str(error).removeprefix(f"{variable.name}: ")
     if variable.field == "simulate":
         try:
             registry.simulation(str(value))
         except UnsupportedAttentionError as error:
             return str(error).removeprefix(f"{variable.name}={value}: ")
     return ""
-
-
-def _closest(name: str, known: Sequence[str]) -> str:
-    # Compared without the prefix that all share, which would make every name alike.
-    tails = {other.removeprefix(PREFIX): other for other in known}
-    close = difflib.get_close_matches(name.removeprefix(PREFIX), tails, n=1, cutoff=0.5)
-    return tails[close[0]] if close else ""
 
 
 def _print(found: Environment) -> None:

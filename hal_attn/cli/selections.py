@@ -13,7 +13,7 @@ from hal_attn import inventory
 from hal_attn.cli import output
 from hal_attn.errors import InvalidAttentionInputError, UnsupportedAttentionError
 from hal_attn.registry import Registry
-from hal_attn.selection import Candidate, Selection
+from hal_attn.selection import Selection
 from hal_attn.settings import read
 
 
@@ -36,7 +36,7 @@ def candidates_table(selection: Selection) -> Table:
     rows: list[tuple[RenderableType, ...]] = [
         (
             candidate.backend.name,
-            output.state(verdict(candidate, selection)),
+            output.state(selection.verdict(candidate)),
             output.bullets([output.refusal(reason, reason.hint) for reason in candidate.refusals]),
         )
         for candidate in selection.considered
@@ -54,19 +54,12 @@ def selection_json(selection: Selection) -> dict[str, object]:
         "considered": [
             {
                 "backend": candidate.backend.name,
-                "verdict": verdict(candidate, selection),
+                "verdict": selection.verdict(candidate),
                 "refusals": [asdict(reason) for reason in candidate.refusals],
             }
             for candidate in selection.considered
         ],
     }
-
-
-def verdict(candidate: Candidate, selection: Selection) -> str:
-    """What came of a candidate: "chosen", "takes it" (but another was preferred) or "refused"."""
-    if candidate.backend is selection.chosen:
-        return "chosen"
-    return "refused" if candidate.refusals else "takes it"
 
 
 def find_device(name: str | None, registry: Registry) -> torch.device:
