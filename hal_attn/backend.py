@@ -61,7 +61,8 @@ class AttentionBackend(ABC):
     gives output 0 and LSE -inf. Calls without any query or without any key never reach a backend.
 
     Attributes:
-        name: unique among all backends of all platforms.
+        name: unique among the backends of its platform. A library that runs on two vendors' devices has one name on
+            both (`flash_attn`): the tensors decide which is meant.
         capabilities: what it claims.
         install: the command that brings its library; empty where it comes with PyTorch.
     """

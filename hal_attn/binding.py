@@ -13,7 +13,8 @@ from torch import Tensor
 from hal_attn import settings as environment
 from hal_attn.backend import AttentionBackend, AttentionResult
 from hal_attn.errors import InvalidAttentionInputError
-from hal_attn.packing import PackedSequences, rows_of
+from hal_attn.native import run_native
+from hal_attn.packing import PackedSequences
 from hal_attn.padded import attached, empty_lse, plan_maker, run_plan
 from hal_attn.registry import Registry
 from hal_attn.request import AttentionRequest, tensor_options
@@ -124,7 +125,7 @@ def _dense_call(backend: AttentionBackend, request: AttentionRequest, with_tenso
 
 def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundCall:
     if backend.implements("forward_varlen"):
-        return partial(_run_packed, backend, request)
+        return partial(run_native, backend, request)
     options, short, plan_of = request.options(), backend.bind(request), plan_maker(backend, request)
 
     def run(
@@ -145,69 +146,6 @@ def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundC
         return run_plan(backend, plan, query, key, value, {**options, **tensors})
 
     return run
-
-
-def _run_packed(
-    backend: AttentionBackend,
-    request: AttentionRequest,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sequences: PackedSequences,
-    **tensors: Tensor,
-) -> AttentionResult:
-    """One `forward_varlen` over the sequences that have both queries and keys; the others are answered by rule."""
-    if not sequences.empty:
-        return _forward_varlen(backend, request, query, key, value, sequences, tensors)
-    rest, rows, rows_k = sequences.memo(("alive", query.device), partial(_alive_rows, sequences, query.device))
-    slopes = tensors.get("alibi_slopes")
-    if slopes is not None and slopes.dim() == 2:
-        tensors = {**tensors, "alibi_slopes": slopes[list(sequences.alive)]}
-    output = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
-    lse = empty_lse((query.shape[0], query.shape[1]), tensors.get("sinks"), query.device)
-    if sequences.alive:
-        parts = (query.index_select(0, rows), key.index_select(0, rows_k), value.index_select(0, rows_k))
-        result = _forward_varlen(backend, request, *parts, rest, tensors)
-        part = result[0] if request.return_lse else result
-        output = output.index_copy(0, rows, cast(Tensor, part))
-        if request.return_lse:
-            lse = lse.index_copy(0, rows, result[1].transpose(0, 1))
-    else:
-        output = attached(output, query, key, value, *tensors.values())
-    return (output, lse.transpose(0, 1)) if request.return_lse else output
-
-
-def _forward_varlen(
-    backend: AttentionBackend,
-    request: AttentionRequest,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sequences: PackedSequences,
-    tensors: Mapping[str, Tensor],
-) -> AttentionResult:
-    cu_seqlens, cu_seqlens_k = sequences.offsets(query.device)
-    arguments: dict[str, object] = {
-        "cu_seqlens": cu_seqlens,
-        "max_seqlen": sequences.max_seqlen,
-        "cu_seqlens_host": sequences.cu_seqlens_host,
-    }
-    if not sequences.equal_lengths:
-        arguments["cu_seqlens_k"] = cu_seqlens_k
-        arguments["max_seqlen_k"] = sequences.max_seqlen_k
-        arguments["cu_seqlens_k_host"] = sequences.cu_seqlens_k_host
-    if type(backend).metadata_builder is not AttentionBackend.metadata_builder:
-        builder = backend.metadata_builder()
-        key_of = ("metadata", backend.name, builder.key(request))
-        arguments["metadata"] = sequences.memo(key_of, lambda: builder.build(sequences, request))
-    return backend.forward_varlen(query, key, value, **arguments, **request.options(), **tensors)
-
-
-def _alive_rows(sequences: PackedSequences, device: torch.device) -> tuple[PackedSequences, Tensor, Tensor]:
-    """The sequences with queries and keys, and their query and key rows among all; rows without the other side go."""
-    rows = rows_of(sequences.lengths, [bool(keys) for keys in sequences.lengths_k])
-    rows_k = rows_of(sequences.lengths_k, [bool(queries) for queries in sequences.lengths])
-    return sequences.of_alive(), rows.to(device, non_blocking=True), rows_k.to(device, non_blocking=True)
 
 
 def _answer_without_keys(

@@ -15,15 +15,15 @@ def describe_exception(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def attempt(action: Callable[[], T], default: D) -> tuple[T | D, str]:
+def attempt(action: Callable[[], T], default: D, passing: tuple[type[BaseException], ...] = ()) -> tuple[T | D, str]:
     """What `action` returns and "", or `default` and the exception that it raised, in one line.
 
     For code of a vendor, which may end in any way: `sys.exit()` and a panic of a Rust extension are no `Exception`, and
-    would stop a process that only asked. The user's own interrupt passes.
+    would stop a process that only asked. The user's own interrupt passes, and so does what `passing` names.
     """
     try:
         return action(), ""
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, *passing)):
+            raise
         return default, describe_exception(error)

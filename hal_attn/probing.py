@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ def is_findable(module: str) -> bool:
     """Whether a top-level `module` could be imported, without importing it."""
     # find_spec raises on a module that was loaded without a spec; that one is there.
     return attempt(lambda: find_spec(module) is not None, True)[0]
+
+
+def has_parameter(function: Callable[..., object], name: str) -> bool:
+    """Whether `function` has a parameter of that name: libraries gain them from one version to the next."""
+    return name in inspect.signature(function).parameters
 
 
 def torch_build() -> str:

@@ -39,18 +39,18 @@ class Registry:
     def __init__(self, sources: Mapping[str, Callable[[], object]]) -> None:
         platforms: list[Platform] = []
         broken: list[BrokenPlatform] = []
-        owners: dict[str, str] = {}
         for name, load in sources.items():
-            platform, failure = attempt(partial(_make, name, load, owners), None)
+            platform, failure = attempt(partial(_make, name, load), None)
             if platform is None:
                 broken.append(BrokenPlatform(name, failure))
             else:
                 platforms.append(platform)
-                owners.update({backend.name: name for backend in platform.backends()})
         self.platforms = tuple(platforms)
         self.broken = tuple(broken)
-        self._platform_of = {backend.name: p for p in platforms for backend in p.backends()}
-        self._backends = {backend.name: backend for p in platforms for backend in p.backends()}
+        self._owners: dict[str, list[Platform]] = {}
+        for owner in platforms:
+            for backend in owner.backends():
+                self._owners.setdefault(backend.name, []).append(owner)
         self._detections: dict[Platform, Detection] = {}
         self._unavailable: dict[AttentionBackend, Refusal | None] = {}
         self._simulations: dict[str, Platform] = {}
@@ -64,16 +64,16 @@ class Registry:
 
     @property
     def backend_names(self) -> tuple[str, ...]:
-        """Names of all backends of all platforms."""
-        return tuple(self._backends)
+        """Names of all backends of all platforms, each once: `flash_attn` may run on two vendors' devices."""
+        return tuple(self._owners)
+
+    def owners(self, name: str) -> tuple[Platform, ...]:
+        """The platforms that have a backend of that name, usable or not; none where it is unknown."""
+        return tuple(self._owners.get(name, ()))
 
     def backend(self, name: str) -> AttentionBackend | None:
-        """The backend of that name, usable or not; None where no platform has it."""
-        return self._backends.get(name)
-
-    def platform_of(self, backend: str) -> Platform:
-        """The platform whose backend this is; KeyError for a name that no platform has."""
-        return self._platform_of[backend]
+        """The first backend of that name, usable or not; None where no platform has it."""
+        return next((b for owner in self.owners(name) for b in owner.backends() if b.name == name), None)
 
     def platform(self, name: str) -> Platform | None:
         """The platform of that name."""
@@ -154,12 +154,15 @@ class Registry:
         """The simulated platform that HAL_ATTN_SIMULATE asks for, as `name` or `name:generation`.
 
         Raises:
+            ConfigurationError: the generation, or what follows it, is none that the platform knows.
             UnsupportedAttentionError: that platform brings no simulated kernels.
         """
         if wanted not in self._simulations:
             name, _, generation = wanted.partition(":")
             real = self.platform(name)
-            simulated, failure = attempt(partial(real.simulation, generation or None), None) if real else (None, "")
+            simulated, failure = None, ""
+            if real is not None:
+                simulated, failure = attempt(partial(real.simulation, generation or None), None, (ConfigurationError,))
             if failure:
                 raise UnsupportedAttentionError(f"HAL_ATTN_SIMULATE={wanted}: the simulation does not start: {failure}")
             if simulated is None:
@@ -172,7 +175,7 @@ class Registry:
         return self._simulations[wanted]
 
 
-def _make(name: str, load: Callable[[], object], owners: Mapping[str, str]) -> Platform:
+def _make(name: str, load: Callable[[], object]) -> Platform:
     found = load()
     platform = found() if callable(found) else found
     if not isinstance(platform, Platform):
@@ -182,9 +185,9 @@ def _make(name: str, load: Callable[[], object], owners: Mapping[str, str]) -> P
     if platform.name != name:
         raise ValueError(f"the entry point is called {name}, the platform {platform.name}")
     names = [backend.name for backend in platform.backends()]
-    taken = [backend for backend in names if backend in owners or names.count(backend) > 1]
-    if taken:
-        raise ValueError(f"backend names {taken} are taken, by {owners.get(taken[0], name)}")
+    twice = sorted({backend for backend in names if names.count(backend) > 1})
+    if twice:
+        raise ValueError(f"two of its backends have one name: {', '.join(twice)}")
     return platform
 
 

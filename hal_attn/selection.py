@@ -202,11 +202,11 @@ def _candidate(
     if backend.name in settings.disabled_backends:
         reasons.append(Refusal("disabled", "HAL_ATTN_DISABLED_BACKENDS names it", "a backend that is not disabled"))
     if backend not in platform.backends():
-        owner = registry.platform_of(backend.name)
-        reasons.append(Refusal("platform", f"tensors of {platform.name} on {request.device}", owner.name))
-        found = registry.detection(owner)
-        if not found.available:
-            reasons.append(Refusal("available", found.reason, f"a device of {owner.name}", found.remedy))
+        owners = registry.owners(backend.name)
+        names = " or ".join(owner.name for owner in owners)
+        reasons.append(Refusal("platform", f"tensors of {platform.name} on {request.device}", names))
+        absent = [(owner, found) for owner in owners if not (found := registry.detection(owner)).available]
+        reasons += [Refusal("available", found.reason, f"a device of {o.name}", found.remedy) for o, found in absent]
         return Candidate(backend, tuple(reasons))
     missing = registry.unavailable(backend)
     if missing is not None:

@@ -122,8 +122,8 @@ def _registry_problem(variable: Variable, value: object, registry: Registry) -> 
     if variable.field == "simulate":
         try:
             registry.simulation(str(value))
-        except UnsupportedAttentionError as error:
-            return str(error).removeprefix(f"{variable.name}={value}: ")
+        except (ConfigurationError, UnsupportedAttentionError) as error:
+            return str(error).removeprefix(f"{variable.name}={value}: ").removeprefix(f"{variable.name}: ")
     return ""
 
 

@@ -12,11 +12,11 @@ from hal_attn.capabilities import Capabilities
 from hal_attn.masks import masked_inputs
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
-from hal_attn_cpu.ring import BatchedBackend
+from hal_attn.ring import RingBackend
 from hal_attn_cpu.rules import positive_scale_rule
 
 
-class CpuFlashBackend(BatchedBackend):
+class CpuFlashBackend(RingBackend):
     """aten `_scaled_dot_product_flash_attention_for_cpu`, `[B, H, S, D]`, as of PyTorch 2.13 (observed there).
 
     Its rules: one head dimension for query, key and value; a top-left triangle; an additive mask in the dtype of query;

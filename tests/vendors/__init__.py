@@ -1,0 +1,1 @@
+"""Tests against the vendors' own signatures and packages."""
