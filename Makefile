@@ -7,12 +7,15 @@ RUN := $(VENV)/bin/python
 CONSTRAINTS := ci/constraints-cpu.txt
 QUERY ?=
 
-.PHONY: demo test check lint types contracts unit clean
+VENDOR_SOURCES := $(VENV)/vendor-sources
+ASCEND_VENV ?= .venv-ascend
+
+.PHONY: demo test check lint types contracts unit vendor-sources ascend-contract clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/hal-attn demo $(if $(QUERY),"$(QUERY)")
 
-test: lint types contracts unit
+test: lint types contracts unit ascend-contract
 
 check: lint types contracts
 
@@ -26,11 +29,19 @@ types: $(VENV)/.test
 contracts: $(VENV)/.test
 	$(VENV)/bin/lint-imports
 
-unit: $(VENV)/.test
-	$(RUN) -m pytest -n 2 --dist worksteal
+unit: $(VENV)/.test vendor-sources
+	VENDOR_SOURCES=$(VENDOR_SOURCES) $(RUN) -m pytest -n 2 --dist worksteal
+
+# The sources of vendors' newest releases, whose signatures the tests compare; `rm -r` the folder to look for newer ones.
+vendor-sources: $(VENV)/.test
+	$(RUN) ci/vendor_sources.py $(VENDOR_SOURCES)
+
+# The Ascend tests once more, through the dispatcher of the real torch_npu over a stand-in for CANN (needs a C compiler).
+ascend-contract:
+	$(PYTHON) ci/ascend_contract/environment.py run --folder $(ASCEND_VENV) tests/vendors/ascend_contract tests/ascend
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ASCEND_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # PyTorch first and alone, pinned by the constraints: a looser request would bring a build for an accelerator.
 $(VENV)/.torch: $(CONSTRAINTS)

@@ -3,8 +3,7 @@
     python3 ci/vendor_sources.py DIR
 
 Nothing of the packages is built, installed or run. A package that DIR already has is left as it is: remove DIR to look
-for newer releases. flash-attn is published as source alone, whose metadata comes from running its setup.py;
-flashinfer-python is 100 MB. Neither is fetched: their signatures are pinned (`tests/vendors/test_installed_sources.py`).
+for newer releases. `tests/vendors/test_installed_sources.py` names the packages that are not fetched, and says why.
 """
 
 import shutil

@@ -1,11 +1,12 @@
 """The Ascend contract environment: the real torch_npu on a machine without CANN, and the tests that run in it.
 
     python3 ci/ascend_contract/environment.py install [--folder .venv-ascend]
-    python3 ci/ascend_contract/environment.py run     [--folder .venv-ascend] [PYTEST ARGUMENTS]
+    python3 ci/ascend_contract/environment.py run [--folder .venv-ascend] [PYTEST ARGUMENTS]
 
 `install` makes a virtual environment with PyTorch's CPU build, torch_npu, this project and its test needs, and builds
 stand-ins for the CANN libraries (`cann_stub.py`). It does nothing when the folder already has what it would make.
-`run` runs pytest there, without HAL_ATTN_* variables, on `tests/vendors/ascend_contract` unless paths are given.
+`run` does the same first, then runs pytest there, without HAL_ATTN_* variables, on `tests/vendors/ascend_contract`
+unless other paths are given.
 """
 
 import argparse
@@ -21,7 +22,11 @@ ROOT = HERE.parents[1]
 CONSTRAINTS = ROOT / "ci" / "constraints-cpu.txt"
 STUB = HERE / "cann_stub.py"
 # PyTorch first and alone, pinned by the constraints: a looser request would bring a build for an accelerator.
-STEPS = (("torch",), ("torch_npu==2.13.0", "pyelftools"), ("--editable", str(ROOT), "pytest", "pytest-xdist", "hypothesis"))
+STEPS = (
+    ("torch",),
+    ("torch_npu==2.13.0", "pyelftools"),
+    ("--editable", str(ROOT), "pytest", "pytest-xdist", "hypothesis"),
+)
 CONTRACT = "tests/vendors/ascend_contract"
 
 
@@ -37,6 +42,8 @@ def install(folder: Path) -> None:
     stamp = folder / ".made-from"
     if stamp.exists() and stamp.read_text(encoding="utf-8") == fingerprint():
         return
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
+        raise SystemExit(f"{folder} is not a virtual environment and not empty: name another --folder")
     venv.create(folder, with_pip=True, clear=True)
     (folder / ".gitignore").write_text("*\n", encoding="utf-8")
     python = folder / "bin" / "python"
@@ -53,11 +60,12 @@ def run(folder: Path, arguments: list[str]) -> int:
     """Run pytest in the environment, with the stand-ins on the library path; its exit status."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HAL_ATTN_")}
     environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
-    environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(folder / "cann-stub"), os.getenv("LD_LIBRARY_PATH"))))
+    libraries = (str(folder / "cann-stub"), os.environ.get("LD_LIBRARY_PATH"))
+    environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
     environment["ASCEND_CONTRACT"] = "1"
     if not any(Path(ROOT, argument.split("::")[0]).exists() for argument in arguments):
         arguments = [CONTRACT, *arguments]
-    command = [folder / "bin" / "python", "-m", "pytest", "-q", *arguments]
+    command = [str(folder / "bin" / "python"), "-m", "pytest", "-q", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
@@ -67,11 +75,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv-ascend", help="where the environment is")
     options, arguments = parser.parse_known_args()
     folder = options.folder.resolve()
-    if options.command == "install":
-        if arguments:
-            parser.error(f"install takes no {' '.join(arguments)}")
-        install(folder)
-    else:
+    if options.command == "install" and arguments:
+        parser.error(f"install takes no {' '.join(arguments)}")
+    install(folder)
+    if options.command == "run":
         raise SystemExit(run(folder, arguments))
 
 

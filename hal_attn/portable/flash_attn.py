@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from hal_attn.capabilities import Capabilities
+from hal_attn.guard import attempt
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
-from hal_attn.packing import PackedSequences
+from hal_attn.portable.generation import capability_rule, flash2_backward_rule
+from hal_attn.portable.lse import packed_lse
 from hal_attn.probing import has_parameter
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
@@ -23,7 +25,7 @@ class FlashAttentionBackend(BatchedKernel, PackedKernel):
     to the bottom right, -1 unlimited; softcap not with dropout; ALiBi slopes in float32; the LSE beside the output only
     with `return_attn_probs`, and its gradient is dropped. A row without keys gives LSE +inf. Packed, the LSE is
     `[H, Tq]`, and `[B, H, max_seqlen]` padded before the layout changed in 2.6. `deterministic` is about the backward
-    pass; the forward pass always repeats. softcap came with 2.6.
+    pass; the forward pass always repeats. softcap came with 2.6. On NVIDIA devices, compute capability 8.0 or later.
     """
 
     name = "flash_attn"
@@ -47,10 +49,14 @@ class FlashAttentionBackend(BatchedKernel, PackedKernel):
     )
 
     def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
+        architecture = self.architecture(request.device)
         refusals = super().refusals(request)
+        refusals += capability_rule(architecture, 80, "FlashAttention 2")
+        refusals += flash2_backward_rule(request, architecture)
         if request.softcap > 0 and request.dropout_p > 0:
             refusals += (Refusal("softcap", f"{request.softcap} with dropout", "one of the two"),)
-        if request.softcap > 0 and not has_parameter(self.library.flash_attn_func, "softcap"):
+        function = getattr(attempt(lambda: self.library, None)[0], "flash_attn_func", None)
+        if request.softcap > 0 and function is not None and not has_parameter(function, "softcap"):
             refusals += (Refusal("softcap", "flash-attn without it", "flash-attn 2.6", self.install),)
         return refusals
 
@@ -79,16 +85,8 @@ class FlashAttentionBackend(BatchedKernel, PackedKernel):
             return result, None
         output, lse = result[:2]
         if call.metadata is not None and lse.dim() == 3:
-            lse = _packed_rows(lse, call.metadata.sequences, query)
+            lse = packed_lse(lse, call.metadata.sequences, query.shape[0])
         return output, lse
-
-
-def _packed_rows(lse: Tensor, sequences: PackedSequences, query: Tensor) -> Tensor:
-    """`[B, H, max_seqlen]` -> `[H, Tq]`."""
-    offsets, _ = sequences.offsets(query.device)
-    rows = torch.arange(query.shape[0], device=query.device)
-    sequence = torch.bucketize(rows, offsets[1:], right=True)
-    return lse[sequence, :, rows - offsets[sequence]].transpose(0, 1)
 
 
 def import_flash_attn() -> ModuleType:

@@ -85,9 +85,7 @@ def schema(id: str) -> str:
     return found
 
 
-def bind(
-    id: str, args: Sequence[Any], kwargs: Mapping[str, Any], release: str | None = None
-) -> inspect.BoundArguments:
+def bind(id: str, args: Sequence[Any], kwargs: Mapping[str, Any], release: str | None = None) -> inspect.BoundArguments:
     """The call bound to the signature; TypeError for an argument that the function, or its `release`, does not have."""
     function = functions()[id]
     bound = signature(id).bind(*args, **kwargs)

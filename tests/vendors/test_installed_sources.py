@@ -16,7 +16,7 @@ from tests.vendors import signatures, sources
 
 FETCHED = ("amd-aiter", "fa3-fwd", "flash-attn-4")
 # Not compared with a package: flash-attn is published as source alone, whose metadata comes from running its setup.py;
-# flash-attn-3 is not published, its version is a commit; flashinfer-python's wheel is 100 MB for one function.
+# flash-attn-3 has no wheel there and its version is a commit; flashinfer-python's wheel is 100 MB for one function.
 PINNED = ("flash-attn", "flash-attn-3", "flashinfer-python")
 META = "torch_npu/op_plugin/meta/_meta_registrations.py"
 

@@ -40,7 +40,12 @@ def test_bind_refuses_a_parameter_that_does_not_exist():
 @pytest.mark.parametrize(
     ("id", "arguments", "too_early", "first"),
     [
-        ("torch_npu.npu_fusion_attention", {"head_num": 4, "input_layout": "TND", "softmax_layout": "TND"}, "7.0", "7.2"),
+        (
+            "torch_npu.npu_fusion_attention",
+            {"head_num": 4, "input_layout": "TND", "softmax_layout": "TND"},
+            "7.0",
+            "7.2",
+        ),
         ("torch_npu.npu_fusion_attention", {"head_num": 4, "input_layout": "TND", "sink": "s"}, "7.2", "7.3"),
         ("torch_npu.npu_fusion_attention", {"head_num": 4, "input_layout": "TND", "seed": 3}, "7.3", "26.0"),
         ("torch_npu.npu_fused_infer_attention_score_v2", {}, "7.0", "7.2"),

@@ -1,0 +1,131 @@
+"""`torch_flash`: PyTorch's own FlashAttention, batched and packed, below SDPA because that is where windows are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal_attn.capabilities import Capabilities
+from hal_attn.errors import UnsupportedAttentionError
+from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
+from hal_attn.portable.generation import capability_rule, compute_capability, flash2_backward_rule
+from hal_attn.portable.lse import packed_lse
+from hal_attn.portable.operators import active_flash_impl, last_contiguous, operator_parameters
+from hal_attn.refusal import Refusal
+from hal_attn.request import AttentionRequest
+
+OPERATOR = "_flash_attention_forward"
+
+
+class TorchFlashBackend(BatchedKernel, PackedKernel):
+    """aten `_flash_attention_forward`, `[B, S, H, D]` and `[T, H, D]`, as of PyTorch 2.13.
+
+    It is the operator that `torch.nn.attention.varlen.varlen_attn` ends in. That function changed its signature in each
+    release since 2.10, has no batched form and no dropout; the operator has only grown keyword arguments since 2.2.
+
+    Its rules: float16 and bfloat16; one head dim of at most 256, padded to a multiple of 8; compute capability 8.0;
+    the last dimension contiguous; causal and windows aligned to the bottom right; no softcap, no mask. The packed LSE
+    is `[H, Tq]`, and `[N, H, longest]` before 2.6. A row without keys gives LSE +inf. ALiBi slopes, where the operator
+    has them, do not reach its backward pass. That pass is deterministic only by a process-wide switch, so a call that
+    asks for `deterministic` with gradients is refused.
+
+    `torch.nn.attention.activate_flash_attention_impl` puts FlashAttention 3 or 4 behind the same operator: neither has
+    dropout or ALiBi, and each runs on fewer devices. The rules follow what is active, and a call that was bound before
+    it changed is checked again.
+    """
+
+    name = "torch_flash"
+    head_dim_multiple = 8
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float16, torch.bfloat16}),
+        max_head_dim=256,
+        value_head_dim=True,
+        grouped_heads=True,
+        causal="bottom_right",
+        window=True,
+        sinks=True,
+        alibi_slopes=True,
+        dropout=True,
+        deterministic=True,
+        lse=True,
+        gradients=True,
+    )
+
+    def unavailable(self) -> Refusal | None:
+        if hasattr(self.library, OPERATOR):
+            return None
+        return Refusal("installed", f"PyTorch {torch.__version__}", f"PyTorch with aten {OPERATOR}, 2.2 or later")
+
+    def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
+        architecture = self.architecture(request.device)
+        wants_grad = request.needs_grad or bool(request.needs_option_grad)
+        refusals = super().refusals(request)
+        refusals += capability_rule(architecture, 80, "FlashAttention 2")
+        refusals += flash2_backward_rule(request, architecture)
+        if request.deterministic and wants_grad:
+            refusals += (
+                Refusal("deterministic", "given with gradients", "inference, its backward has no such option"),
+            )
+        if request.alibi_slopes and wants_grad:
+            refusals += (Refusal("alibi_slopes", "given with gradients", "inference, its backward leaves them out"),)
+        if request.alibi_slopes and "alibi_slopes" not in operator_parameters(getattr(self.library, OPERATOR, None)):
+            refusals += (Refusal("alibi_slopes", f"PyTorch {torch.__version__}", "PyTorch whose operator has them"),)
+        used = {"alibi_slopes": bool(request.alibi_slopes), "dropout_p": request.dropout_p > 0}
+        dims = (request.head_dim, request.value_head_dim)
+        return refusals + _swapped_rules(active_flash_impl(), architecture, used, max(dims))
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
+        self._check_swapped(query, call)
+        options: dict[str, Any] = {"scale": call.scale}
+        if call.left >= 0:
+            options["window_size_left"] = call.left
+        if call.right > 0:
+            options["window_size_right"] = call.right
+        if call.alibi_slopes is not None:
+            options["alibi_slopes"] = call.alibi_slopes.float().contiguous()
+        offsets: tuple[Tensor | None, Tensor | None] = (None, None)
+        lengths = (query.shape[1], key.shape[1])
+        if call.metadata is not None:
+            sequences = call.metadata.sequences
+            offsets, lengths = sequences.offsets(query.device), (sequences.max_seqlen, sequences.max_seqlen_k)
+        operator: Callable[..., tuple[Tensor, ...]] = getattr(self.library, OPERATOR)
+        rows = (last_contiguous(tensor) for tensor in (query, key, value))
+        output, lse, *_ = operator(*rows, *offsets, *lengths, call.dropout_p, call.right == 0, False, **options)
+        if not call.needs_lse:
+            return output, None
+        if call.metadata is not None and lse.dim() == 3:
+            lse = packed_lse(lse, call.metadata.sequences, query.shape[0])
+        return output, lse
+
+    def _check_swapped(self, query: Tensor, call: KernelCall) -> None:
+        active = active_flash_impl()
+        if active is None:
+            return
+        used = {"alibi_slopes": call.alibi_slopes is not None, "dropout_p": call.dropout_p > 0}
+        refusals = _swapped_rules(active, self.architecture(query.device), used, query.shape[-1])
+        if refusals:
+            message = f"{self.name}: {active} was activated behind it since this call was bound"
+            raise UnsupportedAttentionError(message, [(self.name, refusals)])
+
+
+def _swapped_rules(active: str | None, architecture: str, used: dict[str, bool], dim: int) -> tuple[Refusal, ...]:
+    """What FlashAttention 3 and 4 behind PyTorch's operator refuse (torch/nn/attention/_fa3.py, _fa4.py of 2.13)."""
+    if active is None:
+        return ()
+    hint = "torch.nn.attention.restore_flash_attention_impl()"
+    refusals = [
+        Refusal(name, f"given while {active} is active", "off, only PyTorch's own kernel has it", hint)
+        for name, given in used.items()
+        if given
+    ]
+    capability = compute_capability(architecture)
+    generations = {"FA3": (9,), "FA4": (9, 10)}.get(active)
+    if capability is not None and generations is not None and capability // 10 not in generations:
+        need = " or ".join(f"sm{generation}x" for generation in generations)
+        refusals.append(Refusal("device", f"{architecture} while {active} is active", need, hint))
+    if active == "FA4" and capability is not None and capability // 10 == 10 and 128 < dim != 256:
+        refusals.append(Refusal("head_dim", f"{dim} while FA4 is active", "at most 128, or 256, on sm10x", hint))
+    return tuple(refusals)
