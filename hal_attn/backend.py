@@ -116,6 +116,26 @@ class AttentionBackend(ABC):
         """
         self._missing("forward_ring_kv_chunk")
 
+    def backward_varlen(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        *,
+        sequences: PackedSequences,
+        scale: float,
+        causal: bool,
+        window_size: tuple[int, int] | None,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Gradients of query, key and value of one packed call whose keys are only some of those that made `output`
+        `[Tq, H, Dv]` and `lse` `[H, Tq]`, as in one hop of a ring; None where this backend cannot, and plain PyTorch
+        computes them."""
+        return None
+
     def metadata_builder(self) -> AttentionMetadataBuilder:
         """The builder of this backend's metadata; prepared once for each batch, shared by all layers."""
         return AttentionMetadataBuilder()

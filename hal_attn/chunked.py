@@ -146,13 +146,17 @@ class _Backward:
 
     def run(self, grad_output: Tensor, grad_lse: Tensor) -> list[Tensor | None]:
         """Gradients of (query, key, value, mask, padding, slopes, sinks), each in its tensor's dtype."""
-        for tile in tiles(self.query, self.key, self.options):
-            self._add(tile, grad_output, grad_lse)
+        self.accumulate(grad_output, grad_lse)
         inputs = (self.query, self.key, self.value, self.bias.mask, None, self.bias.slopes, self.bias.sinks)
         return [
             None if grad is None or tensor is None else grad.to(tensor.dtype)
             for grad, tensor in zip(self.grads, inputs, strict=True)
         ]
+
+    def accumulate(self, grad_output: Tensor, grad_lse: Tensor) -> None:
+        """Adds all tiles' gradients to `grads`, which are in the dtype of computation."""
+        for tile in tiles(self.query, self.key, self.options):
+            self._add(tile, grad_output, grad_lse)
 
     def _add(self, tile: Tile, grad_output: Tensor, grad_lse: Tensor) -> None:
         scores = Scores(self.query, self.key, self.bias, self.options, tile, self.key.shape[2])
@@ -218,3 +222,32 @@ def chunked_lse(query: Tensor, key: Tensor, **options: object) -> Tensor:
     nothing = key.new_zeros(*key.shape[:3], 1)
     with torch.no_grad():
         return chunked_attention(query, key, nothing, **options)[1]  # type: ignore[arg-type]
+
+
+def chunked_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+    mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, float32, for keys that may be only some of those that made `output`
+    `[B, Sq, H, Dv]` and `lse` `[B, H, Sq]`: what these keys have a part in, given the whole result."""
+    options = ChunkedOptions(scale, causal, window_size, softcap)
+    bias = Bias(mask, key_padding_mask, None, None)
+    state = _Backward(query, key, value, bias, options, output, lse, (True, True, True, False, False, False, False))
+    state.accumulate(grad_output, grad_lse)
+    grad_query, grad_key, grad_value = state.grads[:3]
+    assert grad_query is not None
+    assert grad_key is not None
+    assert grad_value is not None
+    return grad_query, grad_key, grad_value

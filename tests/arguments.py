@@ -23,8 +23,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def simulating(platform):
-    """Within it, calls on CPU tensors are that platform's; "cpu" is the real one."""
-    return mock.patch.dict(os.environ, {} if platform == "cpu" else {"HAL_ATTN_SIMULATE": platform})
+    """Within it, calls on CPU tensors are that platform's, and empty sequences are answered; "cpu" is the real one."""
+    simulated = {"HAL_ATTN_SIMULATE": platform, "HAL_ATTN_EMPTY_SEQUENCES": "compact"}
+    return mock.patch.dict(os.environ, {} if platform == "cpu" else simulated)
 
 
 def inputs(packed, dtype, **shape):

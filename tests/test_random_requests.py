@@ -1,6 +1,6 @@
-"""Random requests over every CPU backend that takes them, against the float64 oracle: values, LSE and gradients.
+"""Random requests over every backend that takes them, against the float64 oracle: values, LSE and gradients.
 
-Each kind draws 1,000 requests; `HYPOTHESIS_PROFILE=long` 2,000.
+The CPU draws 1,000 requests of each kind, each simulated device fewer; `HYPOTHESIS_PROFILE=long` twice as many.
 """
 
 import math
@@ -8,14 +8,26 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, note
+from hypothesis import given, note, settings
 
 import hal_attn
 from hal_attn import PackedSequences, reference_attention, reference_varlen_attention
+from tests.arguments import simulating
 from tests.plain import plain_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BACKENDS = ("cpu_flash", "cpu_sdpa", "cpu_math")
+# Requests in a thousand of the profile's, by the device that they are drawn for.
+SHARES = {
+    "cpu": 1000,
+    "cuda:sm90": 150,
+    "cuda:sm80": 100,
+    "cuda:sm100": 100,
+    "rocm:gfx942": 150,
+    "rocm:gfx90a": 100,
+    "ascend:Ascend910B1": 200,
+    "ascend:Ascend910_9391,torch_npu=7.2": 100,
+    "ascend:Ascend310P3": 50,
+}
 TENSORS = ("mask", "key_padding_mask", "sinks", "alibi_slopes")
 
 
@@ -142,19 +154,24 @@ def gradients(output, lse, tensors, generator):
 
 
 def compare(call, oracle, plain, inputs, given_tensors, option, dtype):
+    """Every backend that takes the request gives the oracle's answer; at least one takes it."""
     lse_wanted = option["return_lse"]
     exact, exact_lse = oracle()
     rough, rough_lse = plain()
-    wanted = [t for t in (*inputs.values(), *given_tensors.values()) if t.requires_grad]
+    wanted = {name: t for name, t in (inputs | given_tensors).items() if t.requires_grad}
+    # A gradient is a sum of terms that may cancel, so its unit is one of at least a term: about 1, and for a slope a
+    # distance.
+    longest = max(inputs["query"].shape[-3], inputs["key"].shape[-3])
+    terms = {name: float(longest) if name == "alibi_slopes" else 1.0 for name in wanted}
 
     def grads(output, lse):
-        return gradients(output, lse if lse_wanted else None, wanted, torch.Generator().manual_seed(1))
+        return gradients(output, lse if lse_wanted else None, list(wanted.values()), torch.Generator().manual_seed(1))
 
     exact_grads, rough_grads = (grads(exact, exact_lse), grads(rough, rough_lse)) if wanted else ([], [])
     taken = 0
     considered = {backend.name: refusals for backend, refusals in call(None).considered}
-    for name in BACKENDS:
-        if considered[name]:
+    for name, refusals in considered.items():
+        if refusals:
             continue
         taken += 1
         result = call(name)
@@ -165,16 +182,24 @@ def compare(call, oracle, plain, inputs, given_tensors, option, dtype):
             assert lse.dtype == torch.float32
             check(f"{name} lse", lse, exact_lse, rough_lse, ulp(torch.float32))
         found = grads(output, lse) if wanted else []
-        for index, (got, want, near) in enumerate(zip(found, exact_grads, rough_grads, strict=True)):
-            assert torch.isfinite(got).all(), f"{name} gradient {index} is not finite"
-            # Gradients are sums of terms of about 1 that may cancel, so the unit is one of at least 1.
+        for of, got, want, near in zip(wanted, found, exact_grads, rough_grads, strict=bool(wanted)):
+            assert torch.isfinite(got).all(), f"{name} gradient of {of} is not finite"
             unit = 8 * max(ulp(dtype), ulp(got.dtype))
-            check(f"{name} gradient {index}", got, want, near, unit, least=1.0)
-    assert taken, "cpu_math takes every request"
+            check(f"{name} gradient of {of}", got, want, near, unit, least=terms[of])
+    rules = {refusal.rule for refusals in considered.values() for refusal in refusals}
+    assert taken or "dtype" in rules, "the plain backend takes every request in a dtype of its platform"
 
 
-@given(batched())
-def test_batched_requests_equal_the_oracle(case):
+@pytest.mark.parametrize("platform", SHARES)
+@pytest.mark.parametrize("kind", ["batched", "packed"])
+def test_requests_equal_the_oracle(platform, kind):
+    strategy, check_case = {"batched": (batched(), check_batched), "packed": (packed(), check_packed)}[kind]
+    examples = max(1, settings.default.max_examples * SHARES[platform] // 1000)
+    with simulating(platform):
+        settings(max_examples=examples)(given(strategy)(check_case))()
+
+
+def check_batched(case):
     shape, option = case
     batch, seqlen_q, seqlen_k = shape["batch"], shape["seqlen_q"], shape["seqlen_k"]
     generator = torch.Generator().manual_seed(shape["seed"])
@@ -198,8 +223,7 @@ def test_batched_requests_equal_the_oracle(case):
     )
 
 
-@given(packed())
-def test_packed_requests_equal_the_oracle(case):
+def check_packed(case):
     shape, option = case
     lengths, lengths_k = shape["lengths"], shape["lengths_k"]
     generator = torch.Generator().manual_seed(shape["seed"])

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hal_attn.capabilities import Capabilities
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
+from hal_attn.portable.bias import joined_bias
 from hal_attn.portable.generation import compute_capability
 from hal_attn.portable.lse import packed_lse
 from hal_attn.portable.operators import aligned, operator_parameters, wants_gradient
@@ -19,7 +19,6 @@ from hal_attn.request import AttentionRequest
 
 OPERATOR = "_efficient_attention_forward"
 FROM_BOTTOM_RIGHT = 2
-BIAS_ALIGNMENT = 16
 
 
 class TorchEfficientBackend(BatchedKernel, PackedKernel):
@@ -93,7 +92,9 @@ class TorchEfficientBackend(BatchedKernel, PackedKernel):
         return refusals
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
-        bias = None if call.masks is None else _bias(call, query, key)
+        bias = None if call.masks is None else joined_bias(call.masks, query.shape[1], key.shape[1])
+        if bias is not None:
+            bias = bias.expand(query.shape[0], query.shape[2], -1, -1)
         mask_type = FROM_BOTTOM_RIGHT if bias is None and call.right == 0 else 0
         options: dict[str, Any] = {"scale": call.scale}
         if bias is None and call.left >= 0:
@@ -114,16 +115,3 @@ class TorchEfficientBackend(BatchedKernel, PackedKernel):
             return output, lse[..., : query.shape[1]] if call.needs_lse else None
         packed = packed_lse(lse, call.metadata.sequences, query.shape[0]) if call.needs_lse else None
         return output.squeeze(0), packed
-
-
-def _bias(call: KernelCall, query: Tensor, key: Tensor) -> Tensor | None:
-    """The masks and the band as one bias `[B, H, Sq, Sk]`, its rows aligned in memory."""
-    assert call.masks is not None
-    added = call.masks.joined()
-    if added is None:
-        return None
-    seqlen_k = key.shape[1]
-    added = added.expand(*added.shape[:-1], seqlen_k)
-    excess = -seqlen_k % BIAS_ALIGNMENT
-    added = F.pad(added, (0, excess))[..., :seqlen_k] if excess else aligned(added, BIAS_ALIGNMENT)
-    return added.expand(query.shape[0], query.shape[2], query.shape[1], seqlen_k)

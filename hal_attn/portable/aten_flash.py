@@ -13,7 +13,7 @@ from hal_attn.errors import UnsupportedAttentionError
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
 from hal_attn.portable.generation import capability_rule, compute_capability, flash2_backward_rule
 from hal_attn.portable.lse import packed_lse
-from hal_attn.portable.operators import active_flash_impl, last_contiguous, operator_parameters
+from hal_attn.portable.operators import active_flash_impl, aligned
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 
@@ -23,18 +23,18 @@ OPERATOR = "_flash_attention_forward"
 class TorchFlashBackend(BatchedKernel, PackedKernel):
     """aten `_flash_attention_forward`, `[B, S, H, D]` and `[T, H, D]`, as of PyTorch 2.13.
 
-    It is the operator that `torch.nn.attention.varlen.varlen_attn` ends in. That function changed its signature in each
-    release since 2.10, has no batched form and no dropout; the operator has only grown keyword arguments since 2.2.
+    It is the operator that `torch.nn.attention.varlen.varlen_attn` ends in. That function has no batched form and no
+    dropout, and its signature changed from release to release; the operator has only grown keyword arguments.
 
     Its rules: float16 and bfloat16; one head dim of at most 256, padded to a multiple of 8; compute capability 8.0;
-    the last dimension contiguous; causal and windows aligned to the bottom right; no softcap, no mask. The packed LSE
-    is `[H, Tq]`, and `[N, H, longest]` before 2.6. A row without keys gives LSE +inf. ALiBi slopes, where the operator
-    has them, do not reach its backward pass. That pass is deterministic only by a process-wide switch, so a call that
-    asks for `deterministic` with gradients is refused.
+    rows that begin on 16 bytes; causal and windows aligned to the bottom right; no softcap, no mask, and no ALiBi: the
+    operator has `alibi_slopes`, but PyTorch's CMakeLists.txt leaves it out of the kernel. The packed LSE is `[H, Tq]`,
+    and `[N, H, longest]` before 2.6. A row without keys gives LSE +inf. The backward pass is deterministic only by a
+    process-wide switch, so a call that asks for `deterministic` with gradients is refused.
 
     `torch.nn.attention.activate_flash_attention_impl` puts FlashAttention 3 or 4 behind the same operator: neither has
-    dropout or ALiBi, and each runs on fewer devices. The rules follow what is active, and a call that was bound before
-    it changed is checked again.
+    dropout, and each runs on fewer devices. The rules follow what is active, and a call that was bound before it
+    changed is checked again.
     """
 
     name = "torch_flash"
@@ -47,7 +47,6 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
         causal="bottom_right",
         window=True,
         sinks=True,
-        alibi_slopes=True,
         dropout=True,
         deterministic=True,
         lse=True,
@@ -69,13 +68,8 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
             refusals += (
                 Refusal("deterministic", "given with gradients", "inference, its backward has no such option"),
             )
-        if request.alibi_slopes and wants_grad:
-            refusals += (Refusal("alibi_slopes", "given with gradients", "inference, its backward leaves them out"),)
-        if request.alibi_slopes and "alibi_slopes" not in operator_parameters(getattr(self.library, OPERATOR, None)):
-            refusals += (Refusal("alibi_slopes", f"PyTorch {torch.__version__}", "PyTorch whose operator has them"),)
-        used = {"alibi_slopes": bool(request.alibi_slopes), "dropout_p": request.dropout_p > 0}
-        dims = (request.head_dim, request.value_head_dim)
-        return refusals + _swapped_rules(active_flash_impl(), architecture, used, max(dims))
+        dim = max(request.head_dim, request.value_head_dim)
+        return refusals + _swapped_rules(active_flash_impl(), architecture, request.dropout_p, dim)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
         self._check_swapped(query, call)
@@ -84,15 +78,13 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
             options["window_size_left"] = call.left
         if call.right > 0:
             options["window_size_right"] = call.right
-        if call.alibi_slopes is not None:
-            options["alibi_slopes"] = call.alibi_slopes.float().contiguous()
         offsets: tuple[Tensor | None, Tensor | None] = (None, None)
         lengths = (query.shape[1], key.shape[1])
         if call.metadata is not None:
             sequences = call.metadata.sequences
             offsets, lengths = sequences.offsets(query.device), (sequences.max_seqlen, sequences.max_seqlen_k)
         operator: Callable[..., tuple[Tensor, ...]] = getattr(self.library, OPERATOR)
-        rows = (last_contiguous(tensor) for tensor in (query, key, value))
+        rows = (aligned(tensor, self.head_dim_multiple) for tensor in (query, key, value))
         output, lse, *_ = operator(*rows, *offsets, *lengths, call.dropout_p, call.right == 0, False, **options)
         if not call.needs_lse:
             return output, None
@@ -104,23 +96,21 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
         active = active_flash_impl()
         if active is None:
             return
-        used = {"alibi_slopes": call.alibi_slopes is not None, "dropout_p": call.dropout_p > 0}
-        refusals = _swapped_rules(active, self.architecture(query.device), used, query.shape[-1])
+        refusals = _swapped_rules(active, self.architecture(query.device), call.dropout_p, query.shape[-1])
         if refusals:
             message = f"{self.name}: {active} was activated behind it since this call was bound"
             raise UnsupportedAttentionError(message, [(self.name, refusals)])
 
 
-def _swapped_rules(active: str | None, architecture: str, used: dict[str, bool], dim: int) -> tuple[Refusal, ...]:
+def _swapped_rules(active: str | None, architecture: str, dropout_p: float, dim: int) -> tuple[Refusal, ...]:
     """What FlashAttention 3 and 4 behind PyTorch's operator refuse (torch/nn/attention/_fa3.py, _fa4.py of 2.13)."""
     if active is None:
         return ()
     hint = "torch.nn.attention.restore_flash_attention_impl()"
-    refusals = [
-        Refusal(name, f"given while {active} is active", "off, only PyTorch's own kernel has it", hint)
-        for name, given in used.items()
-        if given
-    ]
+    refusals = []
+    if dropout_p > 0:
+        have = f"{dropout_p} while {active} is active"
+        refusals.append(Refusal("dropout_p", have, "off, only PyTorch's own kernel has it", hint))
     capability = compute_capability(architecture)
     generations = {"FA3": (9,), "FA4": (9, 10)}.get(active)
     if capability is not None and generations is not None and capability // 10 not in generations:

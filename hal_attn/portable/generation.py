@@ -22,7 +22,7 @@ def capability_rule(architecture: str, least: int, library: str) -> tuple[Refusa
 
 def flash2_backward_rule(request: AttentionRequest, architecture: str) -> tuple[Refusal, ...]:
     """FlashAttention 2's backward pass lacks the shared memory of data-centre devices on sm86, sm89 and sm12x: head
-    dims of 193 to 224 never run there, larger ones only without dropout (its 2.8 sources; PyTorch's selector agrees)."""
+    dims of 193 to 224 never run there, larger ones only without dropout (as PyTorch's own selector has it)."""
     capability = compute_capability(architecture)
     wants_grad = request.needs_grad or bool(request.needs_option_grad)
     if not wants_grad or capability is None or not (capability in (86, 87, 89) or capability >= 120):

@@ -39,7 +39,9 @@ def aligned(tensor: Tensor, multiple: int) -> Tensor:
     a copy where that is not so."""
     strides = (stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1)
     fits = tensor.stride(-1) == 1 and not any(stride % multiple for stride in strides)
-    return tensor if fits and tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.contiguous_format)
+    # Memory itself begins on at least 16 bytes; its address would not be known while a graph is traced.
+    fits = fits and tensor.storage_offset() * tensor.element_size() % 16 == 0
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:

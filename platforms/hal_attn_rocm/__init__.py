@@ -1,1 +1,1 @@
-"""AMD: finds its devices and library versions. It has no attention backend yet."""
+"""AMD: AITER, FlashAttention and PyTorch's own attention on ROCm devices."""

@@ -1,6 +1,11 @@
-"""The AMD platform. This version detects it and has no backend for it yet."""
+"""The AMD platform: finds its devices, knows their generations, and orders its backends by them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -20,6 +25,14 @@ DEVICES = DeviceKind(
     visibility=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     check="`rocminfo` must list it, with a driver recent enough for the ROCm version of PyTorch",
 )
+
+# By the start of the generation's name; the order of the last is that of all others.
+ORDERS = {
+    "gfx942": ("aiter", "flash_attn", "aiter_triton", "torch_flash", "torch_efficient", "torch_math"),
+    "gfx950": ("aiter", "flash_attn", "aiter_triton", "torch_flash", "torch_efficient", "torch_math"),
+    "gfx9": ("flash_attn", "aiter", "torch_flash", "torch_efficient", "torch_math", "aiter_triton"),
+    "": ("flash_attn", "torch_flash", "torch_efficient", "torch_math", "aiter", "aiter_triton"),
+}
 
 
 class RocmPlatform(Platform):
@@ -46,10 +59,57 @@ class RocmPlatform(Platform):
         return tuple(_device(index) for index in range(torch.cuda.device_count()))
 
     def backends(self) -> tuple[AttentionBackend, ...]:
-        return ()
+        return self._backends
 
     def default_order(self, request: AttentionRequest) -> tuple[str, ...]:
-        return ()
+        """AITER first where it has assembly, FlashAttention over CK on other CDNA devices, and elsewhere what runs over
+        Triton; a library without kernels for the generation comes after `torch_math`, which takes everything."""
+        architecture = self.architecture(request.device)
+        return next(order for start, order in ORDERS.items() if architecture.startswith(start))
+
+    def architecture(self, device: torch.device) -> str:
+        """The generation of a device of this platform, "gfx942"; initialises HIP."""
+        return _architecture(torch.cuda.get_device_properties(device))
+
+    def libraries(self) -> Mapping[str, Callable[[], Any]]:
+        """By name, what imports each library."""
+        from hal_attn.portable.flash_attn import import_flash_attn
+
+        return {
+            "aiter": partial(import_module, "aiter"),
+            "aiter_triton": partial(import_module, "aiter.ops.triton.mha"),
+            "flash_attn": import_flash_attn,
+            "aten": lambda: torch.ops.aten,
+        }
+
+    def flash_over_triton(self) -> bool:
+        """Whether flash-attn runs over Triton; over Composable Kernel otherwise."""
+        from hal_attn_rocm.flash_attn import flash_attn_uses_triton
+
+        return flash_attn_uses_triton()
+
+    def simulation(self, generation: str | None) -> Platform | None:
+        from hal_attn_rocm.simulated.platform import simulated_rocm
+
+        return simulated_rocm(generation)
+
+    @cached_property
+    def _backends(self) -> tuple[AttentionBackend, ...]:
+        from hal_attn.portable.math import MathBackend
+        from hal_attn_rocm.aiter import AiterBackend
+        from hal_attn_rocm.aiter_triton import AiterTritonBackend
+        from hal_attn_rocm.aotriton import RocmTorchEfficientBackend, RocmTorchFlashBackend
+        from hal_attn_rocm.flash_attn import RocmFlashAttentionBackend
+
+        libraries = self.libraries()
+        return (
+            AiterBackend(libraries["aiter"], self.architecture),
+            RocmFlashAttentionBackend(libraries["flash_attn"], self.architecture, self.flash_over_triton),
+            AiterTritonBackend(libraries["aiter_triton"], self.architecture),
+            RocmTorchFlashBackend(libraries["aten"], self.architecture),
+            RocmTorchEfficientBackend(libraries["aten"], self.architecture),
+            MathBackend(),
+        )
 
     def owns(self, device: torch.device) -> bool:
         return device.type == "cuda" and torch.version.hip is not None
@@ -62,8 +122,12 @@ def _obstacle() -> tuple[str, str] | None:
     return torch_cuda_obstacle()
 
 
+def _architecture(properties: Any) -> str:
+    # "gfx942:sramecc+:xnack-": the architecture, then its features.
+    name: str = properties.gcnArchName
+    return name.split(":")[0]
+
+
 def _device(index: int) -> DeviceInfo:
     properties = torch.cuda.get_device_properties(index)
-    # "gfx942:sramecc+:xnack-": the architecture, then its features.
-    architecture = properties.gcnArchName.split(":")[0]
-    return DeviceInfo(f"cuda:{index}", properties.name, architecture, properties.total_memory)
+    return DeviceInfo(f"cuda:{index}", properties.name, _architecture(properties), properties.total_memory)

@@ -1,0 +1,331 @@
+"""One attention under a plan: heads exchanged, keys exchanged, states joined; and all of it backward.
+
+```
+q k v of my tokens, all heads
+  | heads for tokens (ulysses)             the next turn of heads travels while this one is computed
+q k v of the ring coordinate, my heads
+  | hop by hop: local attention, states joined in float32      the next keys travel while these are computed
+  | states of replicated queries joined over the exchange group; sinks joined once
+output, LSE of the ring coordinate, my heads
+  | tokens for heads
+output, LSE of my tokens, all heads
+```
+
+Replicated queries attend here to the keys that only this rank holds, and on ring coordinate 0 also to the replicated
+ones: so each pair counts once, in the states and in every gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from hal_attn.kernels import with_sinks
+from hal_attn.sequence_parallel.exchange import Exchange, NoExchange
+from hal_attn.sequence_parallel.heads import HeadShare, HeadSplit
+from hal_attn.sequence_parallel.kernel import Given, LocalKernel, Settings
+from hal_attn.sequence_parallel.partial import PartialStates
+from hal_attn.sequence_parallel.spans import Span
+from hal_attn.sequence_parallel.ulysses import Arriving, HeadExchange, SideRows
+from hal_attn.sequence_parallel.work import RowSet
+
+_PIPELINE_TURNS = 2
+
+
+class Turn(NamedTuple):
+    """Tensors of one turn of heads after their exchange: query `[Tq, h, D]`, key `[Tk, hkv, D]`, value; then output
+    `[Tq, h, Dv]` and LSE `[h, Tq]`."""
+
+    share: HeadShare
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a rank does for every attention of one plan, whatever the tensors.
+
+    Attributes:
+        heads: the exchange of heads; None where one rank has them all. queries, keys: the rows on both sides of it.
+        exchange: the exchange of keys, among the ranks of `group`; `first` is its coordinate 0.
+        own_keys: rows of the chunk's keys that travel; replicated_q, replicated_k: rows that every rank holds.
+        everyone: the group of all ranks of the plan; None for one.
+    """
+
+    heads: HeadExchange | None
+    queries: SideRows
+    keys: SideRows
+    ranks: int
+    exchange: Exchange
+    group: dist.ProcessGroup | None
+    first: bool
+    own_keys: RowSet
+    replicated_q: RowSet
+    replicated_k: RowSet
+    rows_q: int
+    everyone: dist.ProcessGroup | None
+
+    # Forward
+
+    def forward(
+        self, kernel: LocalKernel, settings: Settings, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[Turn]]:
+        """(output `[T, H, Dv]`, LSE `[H, T]`) of this rank's tokens, and what `backward` needs."""
+        split = HeadSplit(query.shape[1], key.shape[1], self.ranks)
+        plans = self._turns(split)
+        arriving = self._there(split, plans, 0, (query, key, value))
+        turns: list[Turn] = []
+        leaving: list[Arriving] = []
+        for index, shares in enumerate(plans):
+            q, k, v = arriving.wait()
+            if index + 1 < len(plans):
+                arriving = self._there(split, plans, index + 1, (query, key, value))
+            share = shares[self._coordinate]
+            turns.append(self._attend(kernel, settings, share, q, k, v, sinks))
+            leaving.append(self._back_states(split, shares, turns[-1]))
+        parts = [states.wait() for states in leaving]
+        if len(parts) == 1:
+            output, lse = parts[0]
+        else:
+            # Each turn wrote its own heads, and left 0 in the others.
+            output, lse = (torch.stack([part[index] for part in parts]).sum(0) for index in range(2))
+        return output, lse.squeeze(-1).transpose(0, 1), turns
+
+    def _attend(
+        self,
+        kernel: LocalKernel,
+        settings: Settings,
+        share: HeadShare,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+    ) -> Turn:
+        states = PartialStates(self.rows_q, query.shape[1], value.shape[2], query.dtype, query.device)
+        heads = slice(*share.queries)
+        read_k, read_v = _read(key, share), _read(value, share)
+
+        def consume(hop: int, buffer: Tensor) -> None:
+            k, v = (read_k, read_v) if hop == 0 else (_read(part, share) for part in _parted(buffer, key))
+            if query.shape[1]:
+                for rows, output, lse in kernel.forward(hop, query, k, v, heads, settings):
+                    states.add(rows, output, lse)
+
+        self.exchange.forward(self._travelling(key, value), consume)
+        self._join_replicated(states)
+        output, lse = states.output, states.lse
+        if sinks is not None:
+            output, lse = with_sinks(output, lse, sinks[heads])
+        return Turn(share, query, key, value, output.to(query.dtype), lse)
+
+    def _join_replicated(self, states: PartialStates) -> None:
+        """Join what each rank of the exchange found for the replicated queries, in the order of ranks: alike on all."""
+        if self.group is None or not self.replicated_q.count:
+            return
+        own = self.replicated_q.take(states.output).float(), self.replicated_q.take(states.lse, 1)
+        packed = torch.cat([own[0], own[1].transpose(0, 1).unsqueeze(-1)], -1).contiguous()
+        gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, packed, group=self.group)
+        rows, heads, dim = own[0].shape
+        joined = PartialStates(rows, heads, dim, torch.float32, packed.device)
+        everything = RowSet(rows)
+        for part in gathered:
+            joined.add(everything, part[..., :-1], part[..., -1].transpose(0, 1))
+        states.replace(self.replicated_q, joined.output, joined.lse)
+
+    # Backward
+
+    def backward(
+        self,
+        kernel: LocalKernel,
+        settings: Settings,
+        turns: Sequence[Turn],
+        sinks: Tensor | None,
+        grads: tuple[Tensor, Tensor | None],
+        sizes: tuple[int, int],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of query, key, value `[T, H, d]` (float32) and of the sinks `[H]`."""
+        split = HeadSplit(*sizes, self.ranks)
+        plans = self._turns(split)
+        arriving = self._there_gradients(plans, 0, grads)
+        totals: list[Tensor] = []
+        sink_grad = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
+        for index, (shares, turn) in enumerate(zip(plans, turns, strict=True)):
+            received = arriving.wait()
+            if index + 1 < len(plans):
+                arriving = self._there_gradients(plans, index + 1, grads)
+            grad_lse = received[1].squeeze(-1).transpose(0, 1) if grads[1] is not None else None
+            given = Given(turn.output, turn.lse, received[0], grad_lse)
+            found = self._gradients(kernel, settings, turn, given)
+            if sink_grad is not None and sinks is not None:
+                self._add_sink_gradient(sink_grad, sinks, turn, given)
+            parts = self._back_gradients(split, shares, found).wait()
+            totals = parts if not totals else [total + part for total, part in zip(totals, parts, strict=True)]
+        if sink_grad is not None and self.everyone is not None:
+            dist.all_reduce(sink_grad, group=self.everyone)
+        return totals[0], totals[1], totals[2], sink_grad
+
+    def _gradients(
+        self, kernel: LocalKernel, settings: Settings, turn: Turn, given: Given
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        share, heads = turn.share, slice(*turn.share.queries)
+        query_grad = torch.zeros(turn.query.shape, dtype=torch.float32, device=turn.query.device)
+        kept = torch.zeros(*turn.key.shape[:2], turn.key.shape[2] + turn.value.shape[2], device=turn.key.device)
+
+        def contribute(hop: int, buffer: Tensor) -> Tensor:
+            keys, values = (turn.key, turn.value) if hop == 0 else _parted(buffer, turn.key)
+            total = kept if hop == 0 else torch.zeros(buffer.shape, dtype=torch.float32, device=buffer.device)
+            if turn.query.shape[1]:
+                read = (_read(keys, share), _read(values, share))
+                for part in kernel.backward(hop, turn.query, *read, given, heads, settings):
+                    part.queries.add(query_grad, part.query)
+                    part.keys.add(total, _written(torch.cat([part.key, part.value], -1), share, keys.shape[1]))
+            return self.own_keys.take(kept) if hop == 0 else total
+
+        own = self.exchange.backward(self._travelling(turn.key, turn.value), contribute)
+        if isinstance(self.exchange, NoExchange):
+            return (query_grad, *_parted(kept, turn.key))
+        self.own_keys.put(kept, own)
+        self._sum_replicated(query_grad, self.replicated_q)
+        self._sum_replicated(kept, self.replicated_k)
+        return (query_grad, *_parted(kept, turn.key))
+
+    def _sum_replicated(self, gradient: Tensor, rows: RowSet) -> None:
+        """Add up what each rank of the exchange found for rows that all of them hold."""
+        if self.group is not None and rows.count:
+            part = rows.take(gradient).contiguous()
+            dist.all_reduce(part, group=self.group)
+            rows.put(gradient, part)
+
+    def _add_sink_gradient(self, total: Tensor, sinks: Tensor, turn: Turn, given: Given) -> None:
+        heads = slice(*turn.share.queries)
+        delta = (given.grad_output.float() * given.output.float()).sum(-1).transpose(0, 1)
+        part = torch.exp(sinks[heads, None].float() - given.lse) * (given.of_lse - delta)
+        if not self.first:
+            # Replicated queries stand on every rank of the exchange, and count on one.
+            self.replicated_q.put(part, torch.zeros_like(self.replicated_q.take(part, 1)), 1)
+        total[heads] += part.sum(1)
+
+    # Exchanges of heads; without one, the tensors themselves
+
+    @property
+    def _coordinate(self) -> int:
+        return 0 if self.heads is None else self.heads.coordinate
+
+    def _turns(self, split: HeadSplit) -> list[list[HeadShare]]:
+        """`[turn][rank]` -> its heads."""
+        count = split.turns(_PIPELINE_TURNS) if self.heads is not None else 1
+        return [[split.turn(share, index, count) for share in split.shares] for index in range(count)]
+
+    def _there(
+        self, split: HeadSplit, plans: list[list[HeadShare]], index: int, tensors: tuple[Tensor, Tensor, Tensor]
+    ) -> Arriving:
+        if self.heads is None:
+            return Arriving(lambda: list(tensors))
+        queries, keys = _spans(plans[index])
+        sides = zip(tensors, (self.queries, self.keys, self.keys), (queries, keys, keys), strict=True)
+        return self.heads.there(list(sides))
+
+    def _there_gradients(
+        self, plans: list[list[HeadShare]], index: int, grads: tuple[Tensor, Tensor | None]
+    ) -> Arriving:
+        tensors = [grads[0]] if grads[1] is None else [grads[0], grads[1].transpose(0, 1).unsqueeze(-1)]
+        heads = self.heads
+        if heads is None:
+            return Arriving(lambda: tensors)
+        queries, _ = _spans(plans[index])
+        return heads.there([(tensor, self.queries, queries) for tensor in tensors])
+
+    def _back_states(self, split: HeadSplit, shares: list[HeadShare], turn: Turn) -> Arriving:
+        tensors = [turn.output, turn.lse.transpose(0, 1).unsqueeze(-1)]
+        if self.heads is None:
+            return Arriving(lambda: tensors)
+        queries, _ = _spans(shares)
+        return self.heads.back([(tensor, self.queries, queries, split.heads) for tensor in tensors])
+
+    def _back_gradients(
+        self, split: HeadSplit, shares: list[HeadShare], found: tuple[Tensor, Tensor, Tensor]
+    ) -> Arriving:
+        if self.heads is None:
+            return Arriving(lambda: list(found))
+        queries, keys = _spans(shares)
+        rows, spans = (self.queries, self.keys, self.keys), (queries, keys, keys)
+        totals = (split.heads, split.kv_heads, split.kv_heads)
+        return self.heads.back(list(zip(found, rows, spans, totals, strict=True)))
+
+    def _travelling(self, key: Tensor, value: Tensor) -> Tensor:
+        """Keys and values as one buffer `[T, Hkv, D + Dv]`; nothing is copied where nothing travels."""
+        if isinstance(self.exchange, NoExchange):
+            return key
+        return torch.cat([self.own_keys.take(key), self.own_keys.take(value)], -1)
+
+
+def _spans(shares: list[HeadShare]) -> tuple[list[Span], list[Span]]:
+    return [share.queries for share in shares], [share.keys for share in shares]
+
+
+def _parted(buffer: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return buffer[..., : key.shape[2]], buffer[..., key.shape[2] :]
+
+
+def _read(keys: Tensor, share: HeadShare) -> Tensor:
+    """Key heads as the query heads read them: repeated where kernels would count otherwise."""
+    if share.repeat is None:
+        return keys
+    return keys.index_select(1, torch.tensor(share.repeat, device=keys.device))
+
+
+def _written(gradient: Tensor, share: HeadShare, kv_heads: int) -> Tensor:
+    """The gradient of `_read`."""
+    if share.repeat is None:
+        return gradient
+    total = gradient.new_zeros(gradient.shape[0], kv_heads, gradient.shape[2])
+    return total.index_add_(1, torch.tensor(share.repeat, device=gradient.device), gradient)
+
+
+class PlanAttention(torch.autograd.Function):
+    """`Engine.forward` and `Engine.backward` as one differentiable function."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        engine: Engine,
+        kernel: LocalKernel,
+        settings: Settings,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        output, lse, turns = engine.forward(kernel, settings, query, key, value, sinks)
+        saved: list[Any] = [tensor for turn in turns for tensor in turn[1:]]
+        ctx.save_for_backward(sinks, *saved)  # type: ignore[arg-type]
+        ctx.made_by = (engine, kernel, settings, [turn.share for turn in turns])  # type: ignore[attr-defined]
+        ctx.like = (query.dtype, query.shape[1], key.shape[1])  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        engine, kernel, settings, shares = ctx.made_by
+        sinks, *saved = ctx.saved_tensors
+        dtype, heads, kv_heads = ctx.like
+        turns = [Turn(share, *saved[5 * index : 5 * index + 5]) for index, share in enumerate(shares)]
+        if grad_output is None:
+            value_dim = turns[0].output.shape[2]
+            grad_output = torch.zeros(engine.queries.total, heads, value_dim, dtype=dtype, device=turns[0].query.device)
+        grads = (grad_output, grad_lse)
+        found = engine.backward(kernel, settings, turns, sinks, grads, (heads, kv_heads))
+        given = [gradient.to(dtype) for gradient in found[:3]]
+        sink_grad = None if found[3] is None else found[3].to(sinks.dtype)
+        return (None, None, None, *given, sink_grad)

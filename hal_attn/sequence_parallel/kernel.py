@@ -1,0 +1,314 @@
+"""The local attention of one hop, and its gradients: packed calls by blocks, or one batched call where a mask is given.
+
+Both are the same functions that a user calls; the backend is the one that the group agreed on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from hal_attn.chunked import chunked_gradients
+from hal_attn.functional import attention, explain, select_backend, varlen_attention
+from hal_attn.sequence_parallel.blocks import Band
+from hal_attn.sequence_parallel.work import Call, RowSet
+
+
+class Given(NamedTuple):
+    """Saved for the gradients, all rows: output `[T, H, Dv]`, LSE `[H, T]`, and the gradients of both; None of the LSE
+    where nothing depends on it."""
+
+    output: Tensor
+    lse: Tensor
+    grad_output: Tensor
+    grad_lse: Tensor | None
+
+    def take(self, rows: RowSet) -> Given:
+        """The same of some rows."""
+        grad_lse = None if self.grad_lse is None else rows.take(self.grad_lse, 1)
+        return Given(rows.take(self.output), rows.take(self.lse, 1), rows.take(self.grad_output), grad_lse)
+
+    @property
+    def of_lse(self) -> Tensor:
+        """The gradient of the LSE, 0 where nothing depends on it."""
+        return torch.zeros_like(self.lse) if self.grad_lse is None else self.grad_lse
+
+
+class Gradient(NamedTuple):
+    """Gradients of the rows of one call, float32."""
+
+    queries: RowSet
+    query: Tensor
+    keys: RowSet
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The plain options of an attention call under a plan, and the backend that its group agreed on (None: any)."""
+
+    scale: float
+    softcap: float
+    deterministic: bool
+    backend: str | Sequence[str] | None
+
+    def options(self) -> dict[str, Any]:
+        """As keyword arguments of `attention` and `varlen_attention`."""
+        return {"scale": self.scale, "softcap": self.softcap, "deterministic": self.deterministic, "return_lse": True}
+
+
+class LocalKernel(ABC):
+    """What a rank computes at each hop, from its queries and the keys at hand."""
+
+    @abstractmethod
+    def forward(
+        self, hop: int, query: Tensor, key: Tensor, value: Tensor, heads: slice, settings: Settings
+    ) -> Iterator[tuple[RowSet, Tensor, Tensor]]:
+        """(query rows, output `[T', H, Dv]`, LSE `[H, T']`) of each call. `heads` are these query heads among all."""
+
+    @abstractmethod
+    def backward(
+        self, hop: int, query: Tensor, key: Tensor, value: Tensor, given: Given, heads: slice, settings: Settings
+    ) -> Iterator[Gradient]:
+        """The gradients of each call of `forward`."""
+
+    @abstractmethod
+    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str]:
+        """Names of the backends that take every call of this rank, best first; tensors are shapes only."""
+
+    def told(self) -> object:
+        """What ranks compare of the masks."""
+        return None
+
+
+@dataclass(frozen=True)
+class PackedKernel(LocalKernel):
+    """Packed calls: `calls[hop]`."""
+
+    calls: tuple[tuple[Call, ...], ...]
+
+    def forward(
+        self, hop: int, query: Tensor, key: Tensor, value: Tensor, heads: slice, settings: Settings
+    ) -> Iterator[tuple[RowSet, Tensor, Tensor]]:
+        for call in self.calls[hop]:
+            rows = (call.queries.take(query), call.keys.take(key), call.keys.take(value))
+            result = varlen_attention(
+                *rows,
+                sequences=call.sequences,
+                causal=call.causal,
+                window_size=call.window_size,
+                backend=settings.backend,
+                **settings.options(),
+            )
+            output, lse = cast("tuple[Tensor, Tensor]", result)
+            yield call.queries, output, lse
+
+    def backward(
+        self, hop: int, query: Tensor, key: Tensor, value: Tensor, given: Given, heads: slice, settings: Settings
+    ) -> Iterator[Gradient]:
+        for call in self.calls[hop]:
+            rows = (call.queries.take(query), call.keys.take(key), call.keys.take(value))
+            query_grad, key_grad, value_grad = _packed_gradients(call, rows, given.take(call.queries), settings)
+            yield Gradient(call.queries, query_grad, call.keys, key_grad, value_grad)
+
+    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str]:
+        names: list[str] | None = None
+        for call in (call for hop in self.calls for call in hop):
+            selection = explain(
+                _shaped(query, call.queries.count),
+                _shaped(key, call.keys.count),
+                _shaped(value, call.keys.count),
+                sequences=call.sequences,
+                causal=call.causal,
+                window_size=call.window_size,
+                backend=settings.backend,
+                **settings.options(),
+            )
+            able = [candidate.backend.name for candidate in selection.considered if not candidate.refusals]
+            names = able if names is None else [name for name in names if name in able]
+        return names or []
+
+
+def _shaped(tensor: Tensor, rows: int) -> Tensor:
+    """A tensor of `rows` rows like this one, without memory of its own."""
+    return tensor.new_empty(1).expand(rows, *tensor.shape[1:])
+
+
+def _packed_gradients(
+    call: Call, rows: tuple[Tensor, Tensor, Tensor], given: Given, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor]:
+    if settings.backend is not None and settings.softcap == 0 and given.grad_lse is None:
+        found = _vendor_gradients(call, rows, given, settings)
+        if found is not None:
+            return found
+    lengths, lengths_k = list(call.sequences.lengths), list(call.sequences.lengths_k)
+    parts = [tensor.split(length) for tensor, length in zip(rows, (lengths, lengths_k, lengths_k), strict=True)]
+    parts += [given.output.split(lengths), given.lse.split(lengths, 1)]
+    parts += [given.grad_output.split(lengths), given.of_lse.split(lengths, 1)]
+    found_by_sequence = [
+        chunked_gradients(
+            *(part[None] for part in sequence),
+            scale=settings.scale,
+            causal=call.causal,
+            window_size=call.window_size,
+            softcap=settings.softcap,
+        )
+        for sequence in zip(*parts, strict=True)
+    ]
+    query, key, value = (torch.cat([found[index][0] for found in found_by_sequence]) for index in range(3))
+    return query, key, value
+
+
+def _vendor_gradients(
+    call: Call, rows: tuple[Tensor, Tensor, Tensor], given: Given, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    with torch.no_grad():
+        backend = select_backend(*rows, sequences=call.sequences, backend=settings.backend)
+    return backend.backward_varlen(
+        given.grad_output,
+        *rows,
+        given.output,
+        given.lse,
+        sequences=call.sequences,
+        scale=settings.scale,
+        causal=call.causal,
+        window_size=call.window_size,
+        deterministic=settings.deterministic,
+    )
+
+
+@dataclass(frozen=True)
+class MaskedHop:
+    """Rows of one hop, `[B, Sq']` and `[B, Sk']`, their positions, and the pairs in the band, bool `[Sq', Sk']`."""
+
+    queries: Tensor
+    keys: Tensor
+    positions_q: Tensor
+    positions_k: Tensor
+    visible: Tensor
+
+
+@dataclass(frozen=True)
+class MaskedKernel(LocalKernel):
+    """One batched call a hop, with the whole mask cut to its queries and keys, and the band in the mask.
+
+    Attributes:
+        batch: sequences, all of the same length.
+        mask: whole, broadcastable to `[B, H, Sq, Sk]`; key_padding_mask: whole, `[B, Sk]`.
+    """
+
+    hops: tuple[MaskedHop, ...]
+    batch: int
+    mask: Tensor | None
+    key_padding_mask: Tensor | None
+
+    def forward(
+        self, hop: int, query: Tensor, key: Tensor, value: Tensor, heads: slice, settings: Settings
+    ) -> Iterator[tuple[RowSet, Tensor, Tensor]]:
+        where = self.hops[hop]
+        if not where.visible.any():
+            return
+        rows = self._row_set(where.queries, query)
+        query, key, value = self._rows(where, query, key, value)
+        result = attention(
+            query,
+            key,
+            value,
+            backend=settings.backend,
+            **self._masks(where, heads, query.device),
+            **settings.options(),
+        )
+        output, lse = cast("tuple[Tensor, Tensor]", result)
+        yield rows, output.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+    def backward(
+        self, hop: int, query: Tensor, key: Tensor, value: Tensor, given: Given, heads: slice, settings: Settings
+    ) -> Iterator[Gradient]:
+        where = self.hops[hop]
+        if not where.visible.any():
+            return
+        rows = self._row_set(where.queries, query)
+        output, grad_output = (self._batched(tensor, where.queries) for tensor in (given.output, given.grad_output))
+        lse, grad_lse = (
+            rows.take(tensor, 1).unflatten(1, (self.batch, -1)).transpose(0, 1) for tensor in (given.lse, given.of_lse)
+        )
+        grads = chunked_gradients(
+            *self._rows(where, query, key, value),
+            output,
+            lse,
+            grad_output,
+            grad_lse,
+            scale=settings.scale,
+            softcap=settings.softcap,
+            **self._masks(where, heads, query.device),
+        )
+        flat = [gradient.flatten(0, 1) for gradient in grads]
+        yield Gradient(rows, flat[0], self._row_set(where.keys, key), flat[1], flat[2])
+
+    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str]:
+        names: list[str] | None = None
+        for where in self.hops:
+            rows = (where.queries.shape[1], where.keys.shape[1], where.keys.shape[1])
+            shaped = [
+                _shaped(tensor, self.batch * count).unflatten(0, (self.batch, count))
+                for tensor, count in zip((query, key, value), rows, strict=True)
+            ]
+            if not where.visible.any():
+                continue
+            masks = self._masks(where, slice(0, query.shape[1]), query.device)
+            selection = explain(
+                shaped[0], shaped[1], shaped[2], backend=settings.backend, **masks, **settings.options()
+            )
+            able = [candidate.backend.name for candidate in selection.considered if not candidate.refusals]
+            names = able if names is None else [name for name in names if name in able]
+        return names or []
+
+    def told(self) -> object:
+        shape = None if self.mask is None else (str(self.mask.dtype), tuple(self.mask.shape))
+        return shape, self.key_padding_mask is not None
+
+    def _rows(self, where: MaskedHop, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._batched(query, where.queries), self._batched(key, where.keys), self._batched(value, where.keys)
+
+    def _batched(self, tensor: Tensor, rows: Tensor) -> Tensor:
+        """`[T, ...]` -> the rows of each sequence, `[B, n', ...]`."""
+        batched: Tensor = self._row_set(rows, tensor).take(tensor).unflatten(0, (self.batch, -1))
+        return batched
+
+    def _row_set(self, rows: Tensor, tensor: Tensor) -> RowSet:
+        return RowSet.of_index(rows.flatten(), tensor.shape[0])
+
+    def _masks(self, where: MaskedHop, heads: slice, device: torch.device) -> dict[str, Any]:
+        visible = None if where.visible.all() else where.visible.to(device)[None, None]
+        mask = self.mask
+        if mask is not None:
+            mask = mask if mask.shape[1] == 1 else mask[:, heads]
+            for dim, positions in ((2, where.positions_q), (3, where.positions_k)):
+                mask = mask if mask.shape[dim] == 1 else mask.index_select(dim, positions.to(device))
+        if mask is None or visible is None:
+            mask = visible if mask is None else mask
+        elif mask.dtype == torch.bool:
+            mask = mask & visible
+        else:
+            mask = mask.masked_fill(~visible, -torch.inf)
+        padding = self.key_padding_mask
+        if padding is not None:
+            padding = padding.index_select(1, where.positions_k.to(device))
+        return {"mask": mask, "key_padding_mask": padding}
+
+
+def band_between(positions_q: Tensor, positions_k: Tensor, band: Band) -> Tensor:
+    """Bool `[Sq', Sk']`: which keys at `positions_k` the queries at `positions_q` see."""
+    ahead = positions_k[None] - positions_q[:, None] - band.shift
+    visible = torch.ones_like(ahead, dtype=torch.bool)
+    if band.right >= 0:
+        visible &= ahead <= band.right
+    if band.left >= 0:
+        visible &= ahead >= -band.left
+    return visible

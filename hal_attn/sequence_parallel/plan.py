@@ -1,0 +1,353 @@
+"""A plan: one batch shape over the ranks of its groups, made once from host lengths, run by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal_attn.backend import AttentionResult
+from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.sequence_parallel.agreement import agreed
+from hal_attn.sequence_parallel.description import Description, describe
+from hal_attn.sequence_parallel.engine import Engine, PlanAttention
+from hal_attn.sequence_parallel.exchange import Exchange, GatherExchange, NoExchange, RingExchange
+from hal_attn.sequence_parallel.gathering import gather_rows
+from hal_attn.sequence_parallel.groups import SequenceParallelGroups
+from hal_attn.sequence_parallel.kernel import LocalKernel, MaskedKernel, PackedKernel, Settings
+from hal_attn.sequence_parallel.schedule import Schedule
+from hal_attn.sequence_parallel.sharding import Rows, Sharding
+from hal_attn.sequence_parallel.ulysses import HeadExchange, SideRows
+from hal_attn.sequence_parallel.work import RowSet
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Who holds what, what travels when, and the calls of this rank. Made by `SequenceParallelGroups.plan`.
+
+    Tensors of a packed plan are `[T, H, D]`, of a dense one `[B, S, H, D]`; T and S are this rank's, T or B * S rows in
+    the order of `shard`.
+    """
+
+    groups: SequenceParallelGroups
+    description: Description
+    expected: Mapping[str, object]
+    _agreed: dict[object, str | None] = field(default_factory=dict, repr=False)
+
+    # Who holds what
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What every rank needs, sends and computes."""
+        about, groups = self.description, self.groups
+        shape = (groups.exchange_degree, groups.ulysses, about.zigzag, about.batch is not None)
+        queries = Sharding(about.lengths, about.prefix, about.suffix, *shape)
+        keys = Sharding(about.lengths_k, about.key_ends, about.suffix, *shape)
+        return Schedule(about, queries, keys, groups.kv_gather > 1)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """This rank's query rows."""
+        return self.schedule.queries.local(self.groups.exchange_rank, self.groups.ulysses_rank)
+
+    @cached_property
+    def rows_kv(self) -> Rows:
+        """This rank's key rows."""
+        return self.schedule.keys.local(self.groups.exchange_rank, self.groups.ulysses_rank)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The place of each local query token in its sequence, int64: `[T]`, or `[S]` of a dense plan."""
+        return self._of_one(self.rows, self.rows.positions)
+
+    @cached_property
+    def positions_kv(self) -> Tensor:
+        """The place of each local key token among its sequence's keys, int64: `[T]`, or `[S]` of a dense plan."""
+        return self._of_one(self.rows_kv, self.rows_kv.positions)
+
+    def shard(self, tensor: Tensor) -> Tensor:
+        """This rank's query rows of a whole tensor `[T, ...]`, or `[B, S, ...]` of a dense plan."""
+        return self._shard(tensor, self.rows, self.description.lengths, "query")
+
+    def shard_kv(self, tensor: Tensor) -> Tensor:
+        """This rank's key rows of a whole tensor."""
+        return self._shard(tensor, self.rows_kv, self.description.lengths_k, "key")
+
+    def gather(self, local: Tensor) -> Tensor:
+        """The inverse of `shard`: the whole tensor on every rank, replicated rows once. Differentiable: a rank's rows
+        get the gradient that they have in this rank's whole tensor."""
+        return self._gather(local, self.schedule.queries, self.rows, self.description.lengths)
+
+    # Attention
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        deterministic: bool = False,
+        return_lse: bool = False,
+        backend: str | Sequence[str] | None = None,
+    ) -> AttentionResult:
+        """Attention over the whole sequences, for this rank's queries: `[T, H, Dv]` and, with `return_lse`, LSE
+        `[H, T]`; dense `[B, S, H, Dv]` and `[B, H, S]`.
+
+        Every rank calls it alike. Masks are those of a dense plan, whole or sharded as the plan says. Gradients equal
+        those of one process; what stands for a replicated token, or for the sinks, is the same on every rank and counts
+        once.
+
+        Raises:
+            InvalidAttentionInputError: a tensor or option is wrong, here or on another rank, or differs between ranks.
+            UnsupportedAttentionError: no backend takes the calls of this rank.
+        """
+        tensors = self._flat(query, key, value)
+        settings = Settings(tensors[0].shape[-1] ** -0.5 if scale is None else scale, softcap, deterministic, backend)
+        kernel = self._kernel(mask, key_padding_mask, query)
+        settings = replace(settings, backend=self._backend(kernel, settings, tensors, sinks, return_lse))
+        output, lse = PlanAttention.apply(self.engine, kernel, settings, *tensors, sinks)  # type: ignore[no-untyped-call]
+        if self.description.batch is not None:
+            output = output.unflatten(0, (self.description.batch, -1))
+            lse = lse.unflatten(1, (self.description.batch, -1)).transpose(0, 1)
+        return (output, lse) if return_lse else output
+
+    @cached_property
+    def engine(self) -> Engine:
+        """What this rank does for every attention of the plan."""
+        groups, schedule = self.groups, self.schedule
+        rank, chunk_q = groups.exchange_rank, schedule.chunks_q[groups.exchange_rank]
+        heads = groups.exchanging_heads
+        return Engine(
+            None if heads is None else HeadExchange(heads, groups.ulysses_rank),
+            self._side(schedule.queries, chunk_q),
+            self._side(schedule.keys, schedule.chunks_k[rank]),
+            groups.ulysses,
+            self._exchange(),
+            groups.exchanging,
+            rank == 0,
+            RowSet.of_index(schedule.chunks_k[rank].own, schedule.chunks_k[rank].count),
+            RowSet.of_index(chunk_q.replicated, chunk_q.count),
+            RowSet.of_index(schedule.chunks_k[rank].replicated, schedule.chunks_k[rank].count),
+            chunk_q.count,
+            groups.everyone,
+        )
+
+    def __str__(self) -> str:
+        from hal_attn.sequence_parallel.report import report
+
+        return report(self)
+
+    # Within
+
+    def _side(self, sharding: Sharding, chunk: Rows) -> SideRows:
+        groups = self.groups
+        locals_ = [sharding.local(groups.exchange_rank, rank) for rank in range(groups.ulysses)]
+        return SideRows.of(locals_, chunk, groups.ulysses_rank)
+
+    def _exchange(self) -> Exchange:
+        groups, schedule = self.groups, self.schedule
+        if groups.exchanging is None:
+            return NoExchange()
+        if groups.kv_gather > 1:
+            own = groups.exchange_rank
+            return GatherExchange(groups.exchanging, schedule.sends(own), schedule.receives(own))
+        ranks = groups.ranks[groups.ulysses_rank :: groups.ulysses]
+        counts = tuple(rows.count for rows in schedule.travelling)
+        return RingExchange(groups.exchanging, ranks, groups.exchange_rank, schedule.hops, counts)
+
+    @cached_property
+    def _packed_kernel(self) -> PackedKernel:
+        return PackedKernel(self.schedule.calls(self.groups.exchange_rank))
+
+    def _kernel(self, mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor) -> LocalKernel:
+        if mask is None and key_padding_mask is None:
+            return self._packed_kernel
+        from hal_attn.sequence_parallel.masks import whole_masks
+
+        about = self.description
+        if about.batch is None:
+            name = "mask" if mask is not None else "key_padding_mask"
+            raise InvalidAttentionInputError(
+                name, "given", "none: this plan is packed", "masks need batch= and seqlen="
+            )
+        mask, key_padding_mask = whole_masks(self, mask, key_padding_mask, query)
+        return MaskedKernel(self._masked_hops, about.batch, mask, key_padding_mask)
+
+    @cached_property
+    def _masked_hops(self) -> tuple[Any, ...]:
+        return self.schedule.masked_hops(self.groups.exchange_rank)
+
+    def _backend(
+        self,
+        kernel: LocalKernel,
+        settings: Settings,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        sinks: Tensor | None,
+        return_lse: bool,
+    ) -> str | Sequence[str] | None:
+        """The backend of the whole group for calls like this one; the first such call compares them on all ranks."""
+        told = self._told(kernel, settings, tensors, sinks, return_lse)
+        key = tuple(told.items())
+        if key in self._agreed:
+            return self._agreed[key]
+
+        def describe_call(names: list[str]) -> Mapping[str, object]:
+            return {**told, "_backends": names}
+
+        heads = self._heads_here(tensors)
+        names, found = agreed(
+            self.groups.everyone, lambda: kernel.backends(*heads, settings), lambda names: describe_call(names)
+        )
+        lists: list[Any] = [description["_backends"] for description in found]
+        working = [other for other in lists if other]
+        common = [name for name in (working[0] if working else names) if all(name in other for other in working)]
+        self._agreed[key] = common[0] if common else None
+        return self._agreed[key] if common else settings.backend
+
+    def _heads_here(self, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The shapes that this rank's kernels will see, without memory."""
+        from hal_attn.sequence_parallel.heads import HeadSplit
+
+        split = HeadSplit(tensors[0].shape[1], tensors[1].shape[1], self.groups.ulysses)
+        share = split.shares[self.groups.ulysses_rank]
+        keys = share.keys.length if share.repeat is None else len(share.repeat)
+        query, key, value = (
+            tensor.new_empty(1).expand(1, max(1, heads), tensor.shape[2])
+            for tensor, heads in zip(tensors, (share.queries.length, keys, keys), strict=True)
+        )
+        return query, key, value
+
+    def _told(
+        self,
+        kernel: LocalKernel,
+        settings: Settings,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        sinks: Tensor | None,
+        return_lse: bool,
+    ) -> dict[str, object]:
+        query, key, value = tensors
+        wants = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (*tensors, *([] if sinks is None else [sinks]))
+        )
+        return {
+            "query heads and head dim": tuple(query.shape[1:]),
+            "key heads and head dim": tuple(key.shape[1:]),
+            "value heads and head dim": tuple(value.shape[1:]),
+            "dtype": str(query.dtype),
+            "device": query.device.type,
+            "scale": settings.scale,
+            "softcap": settings.softcap,
+            "deterministic": settings.deterministic,
+            "return_lse": return_lse,
+            "backend": settings.backend if settings.backend is None else str(settings.backend),
+            "sinks": sinks is not None,
+            "masks": kernel.told(),
+            "gradients": wants,
+        }
+
+    def _flat(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dense = self.description.batch is not None
+        sides = (("query", query, self.rows), ("key", key, self.rows_kv), ("value", value, self.rows_kv))
+        flat = []
+        for name, tensor, rows in sides:
+            if tensor.dim() != 3 + dense:
+                shape = "[B, S, H, D]" if dense else "[T, H, D]"
+                raise InvalidAttentionInputError(
+                    name, f"shape {tuple(tensor.shape)}", f"{shape}, as this plan is made for"
+                )
+            found = tensor.flatten(0, 1) if dense else tensor
+            if found.shape[0] != rows.count:
+                raise InvalidAttentionInputError(
+                    name,
+                    f"{found.shape[0]} rows on rank {self.groups.rank}",
+                    f"the {rows.count} rows that the plan gives this rank",
+                    "shard it with plan.shard, keys and values with plan.shard_kv",
+                )
+            flat.append(found)
+        self._check_shapes(*flat)
+        return flat[0], flat[1], flat[2]
+
+    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if key.shape[1] < 1 or query.shape[1] % key.shape[1] or value.shape[1] != key.shape[1]:
+            heads = f"{query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads"
+            raise InvalidAttentionInputError(
+                "key", heads, "query heads a multiple of key heads, value heads like key's"
+            )
+        if key.shape[2] != query.shape[2]:
+            raise InvalidAttentionInputError("key", f"head dim {key.shape[2]}", f"that of query, {query.shape[2]}")
+        have = {
+            "num_heads": query.shape[1],
+            "num_kv_heads": key.shape[1],
+            "head_dim": query.shape[2],
+            "value_head_dim": value.shape[2],
+            "dtype": query.dtype,
+            "device": query.device.type,
+        }
+        for name, value_of in have.items():
+            if self.expected[name] is not None and self.expected[name] != value_of:
+                raise InvalidAttentionInputError(
+                    name, str(value_of), f"what the plan was made for, {self.expected[name]}"
+                )
+
+    def _of_one(self, rows: Rows, values: Tensor) -> Tensor:
+        """Of a dense plan, what all its sequences have alike."""
+        batch = self.description.batch
+        return values if batch is None else values[: rows.count // max(1, batch)]
+
+    def _shard(self, tensor: Tensor, rows: Rows, lengths: tuple[int, ...], name: str) -> Tensor:
+        batch = self.description.batch
+        whole = tensor if batch is None else tensor.flatten(0, 1)
+        dense = batch is not None and (tensor.shape[0] != batch or (batch and tensor.shape[1] != lengths[0]))
+        if whole.shape[0] != sum(lengths) or dense:
+            need = f"{sum(lengths)} tokens" if batch is None else f"[{batch}, {lengths[0] if lengths else 0}, ...]"
+            raise InvalidAttentionInputError(name, f"a whole tensor of shape {tuple(tensor.shape)}", need)
+        found = RowSet.of_index(rows.tokens, whole.shape[0]).take(whole)
+        return found if batch is None else found.unflatten(0, (batch, -1))
+
+    def _gather(self, local: Tensor, sharding: Sharding, rows: Rows, lengths: tuple[int, ...]) -> Tensor:
+        batch = self.description.batch
+        flat = local if batch is None else local.flatten(0, 1)
+        if flat.shape[0] != rows.count:
+            raise InvalidAttentionInputError("local", f"{flat.shape[0]} rows", f"this rank's {rows.count}")
+        whole = gather_rows(self.groups, sharding, rows, flat, sum(lengths))
+        return whole if batch is None else whole.unflatten(0, (batch, -1))
+
+
+def make_plan(
+    groups: SequenceParallelGroups,
+    lengths: dict[str, Any],
+    options: dict[str, Any],
+    expected: dict[str, object],
+) -> Plan:
+    """The plan, once all ranks of the groups agree on what it is for."""
+
+    def make() -> Plan:
+        description = describe(**lengths, exchanging=groups.exchange_degree > 1, **options)
+        return Plan(groups, description, expected)
+
+    def told(plan: Plan) -> Mapping[str, object]:
+        about = plan.description
+        return {
+            "lengths": about.lengths,
+            "lengths_k": about.lengths_k,
+            "batch": about.batch,
+            "causal and window_size": about.window_size,
+            "layout": "zigzag" if about.zigzag else "contiguous",
+            "replicated_prefix": about.prefix,
+            "replicated_suffix": about.suffix,
+            "key_prefix": about.key_prefix,
+            "masks": about.masks,
+            "degrees": (groups.ulysses, groups.ring, groups.kv_gather),
+            **{name: str(value) for name, value in expected.items()},
+        }
+
+    return agreed(groups.everyone, make, told)[0]

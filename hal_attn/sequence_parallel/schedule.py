@@ -1,0 +1,182 @@
+"""Which keys meet which queries, and when: the hops of a ring, the one gather, and the calls of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from hal_attn.sequence_parallel.blocks import Block, Segment, blocks
+from hal_attn.sequence_parallel.description import Description
+from hal_attn.sequence_parallel.kernel import MaskedHop, band_between
+from hal_attn.sequence_parallel.sharding import Rows, Sharding
+from hal_attn.sequence_parallel.spans import Span, tokens
+from hal_attn.sequence_parallel.work import Call, RowSet, calls
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For one description over `queries.ring` coordinates: what each coordinate needs, sends and computes.
+
+    `gathered`: remote keys come at once instead of hop by hop.
+    """
+
+    description: Description
+    queries: Sharding
+    keys: Sharding
+    gathered: bool
+
+    @property
+    def ranks(self) -> int:
+        return self.queries.ring
+
+    @cached_property
+    def chunks_q(self) -> tuple[Rows, ...]:
+        """The query rows of each coordinate."""
+        return tuple(self.queries.chunk(rank) for rank in range(self.ranks))
+
+    @cached_property
+    def chunks_k(self) -> tuple[Rows, ...]:
+        """The key rows of each coordinate, replicated ones among them."""
+        return tuple(self.keys.chunk(rank) for rank in range(self.ranks))
+
+    @cached_property
+    def travelling(self) -> tuple[Rows, ...]:
+        """The key rows of each coordinate that travel: its own."""
+        return tuple(rows.only_own for rows in self.chunks_k)
+
+    @cached_property
+    def hops(self) -> tuple[int, ...]:
+        """How far keys have come at each hop of the ring, from 0; hops at which no rank has anything to compute left
+        out, for all ranks alike."""
+        needed = [
+            hop
+            for hop in range(1, self.ranks)
+            if any(self.needed(rank, (rank - hop) % self.ranks).count for rank in range(self.ranks))
+        ]
+        return (0, *needed)
+
+    def needed(self, rank: int, source: int) -> Rows:
+        """The rows of `travelling[source]` that own queries of `rank` see."""
+        if (rank, source) not in self._needed:
+            pieces = []
+            for sequence, own in enumerate(self.travelling[source].pieces):
+                queries = [s.span for s in self.chunks_q[rank].of(sequence, replicated=False)]
+                seen = self._seen(sequence, queries)
+                pieces.append(tuple((part, False) for span, _ in own for part in _overlap(span, seen)))
+            self._needed[rank, source] = Rows(tuple(pieces), self.keys.lengths)
+        return self._needed[rank, source]
+
+    @cached_property
+    def _needed(self) -> dict[tuple[int, int], Rows]:
+        return {}
+
+    def _seen(self, sequence: int, queries: Sequence[Span]) -> list[Span]:
+        """The key positions that any of these queries sees, as spans apart from one another."""
+        band, length = self.description.band(sequence), self.keys.lengths[sequence]
+        found = sorted(
+            Span(max(0, band.first_key(span.start)), band.end_of_keys(span.stop - 1, length)) for span in queries
+        )
+        apart: list[Span] = []
+        for span in found:
+            if span.start >= span.stop:
+                continue
+            if apart and span.start <= apart[-1].stop:
+                apart[-1] = Span(apart[-1].start, max(apart[-1].stop, span.stop))
+            else:
+                apart.append(span)
+        return apart
+
+    def sends(self, rank: int) -> tuple[RowSet, ...]:
+        """By destination, the rows of `travelling[rank]` that it is sent in the gather."""
+        own = self.travelling[rank]
+        place = torch.full((sum(own.lengths),), -1, dtype=torch.int64)
+        place[own.tokens] = torch.arange(own.count)
+        return tuple(
+            RowSet.of_index(place[self.needed(to, rank).tokens] if to != rank else place[:0], own.count)
+            for to in range(self.ranks)
+        )
+
+    def receives(self, rank: int) -> tuple[int, ...]:
+        """By source, how many rows come from it in the gather."""
+        return tuple(0 if source == rank else self.needed(rank, source).count for source in range(self.ranks))
+
+    def calls(self, rank: int) -> tuple[tuple[Call, ...], ...]:
+        """`[hop]` -> the kernel calls of this coordinate."""
+        total = self.chunks_q[rank].count
+        found = [calls(self._at_home(rank), total, self.chunks_k[rank].count)]
+        for arriving, count in self._arrivals(rank):
+            met = self._meeting(rank, arriving)
+            found.append(calls(met, total, count))
+        return tuple(found)
+
+    def masked_hops(self, rank: int) -> tuple[MaskedHop, ...]:
+        """`[hop]` -> the rows of each sequence and their positions, for a dense batch: its sequences are alike."""
+        chunk_q, chunk_k = self.chunks_q[rank], self.chunks_k[rank]
+        count = len(chunk_q.pieces)
+        if not count:
+            return ()
+        queries, keys = (Rows(rows.pieces[:1], rows.lengths[:1]) for rows in (chunk_q, chunk_k))
+        band = self.description.band(0)
+        visible = band_between(queries.positions, keys.positions, band)
+        if rank:
+            visible[queries.replicated[:, None], keys.replicated] = False
+        rows_q, rows_k = (torch.arange(count * rows.count).view(count, -1) for rows in (queries, keys))
+        found = [MaskedHop(rows_q, rows_k, queries.positions, keys.positions, visible)]
+        positions = queries.positions[queries.own]
+        for arriving, _ in self._arrivals(rank):
+            places = _concatenated([torch.arange(*segment.span) for segment in arriving[0]])
+            rows_k = torch.stack([_concatenated([_rows_of(s) for s in segments]) for segments in arriving])
+            visible = band_between(positions, places, band)
+            found.append(MaskedHop(rows_q[:, queries.own], rows_k, positions, places, visible))
+        return tuple(found)
+
+    def _arrivals(self, rank: int) -> list[tuple[list[list[Segment]], int]]:
+        """Each remote buffer: its segments by sequence, and its rows."""
+        if self.ranks == 1:
+            return []
+        if not self.gathered:
+            sources = [(rank - hop) % self.ranks for hop in self.hops[1:]]
+            rows = [self.travelling[source] for source in sources]
+            return [([buffer.of(n) for n in range(len(buffer.pieces))], buffer.count) for buffer in rows]
+        merged: list[list[Segment]] = [[] for _ in self.keys.lengths]
+        begin = 0
+        for source in range(self.ranks):
+            if source == rank:
+                continue
+            buffer = self.needed(rank, source)
+            for sequence, segments in enumerate(merged):
+                segments += [Segment(s.span, s.row + begin) for s in buffer.of(sequence)]
+            begin += buffer.count
+        return [(merged, begin)]
+
+    def _at_home(self, rank: int) -> Iterable[Block]:
+        queries, keys = self.chunks_q[rank], self.chunks_k[rank]
+        for sequence in range(len(queries.pieces)):
+            band = self.description.band(sequence)
+            if rank == 0:
+                yield from blocks(queries.of(sequence), keys.of(sequence), band)
+                continue
+            yield from blocks(queries.of(sequence, replicated=False), keys.of(sequence), band)
+            yield from blocks(queries.of(sequence, own=False), keys.of(sequence, replicated=False), band)
+
+    def _meeting(self, rank: int, arriving: list[list[Segment]]) -> Iterable[Block]:
+        queries = self.chunks_q[rank]
+        for sequence, segments in enumerate(arriving):
+            own = queries.of(sequence, replicated=False)
+            yield from blocks(own, segments, self.description.band(sequence))
+
+
+def _overlap(span: Span, seen: Sequence[Span]) -> list[Span]:
+    parts = [Span(max(span.start, other.start), min(span.stop, other.stop)) for other in seen]
+    return [part for part in parts if tokens([part]) > 0]
+
+
+def _rows_of(segment: Segment) -> torch.Tensor:
+    return torch.arange(segment.row, segment.row + segment.span.length)
+
+
+def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=torch.int64)

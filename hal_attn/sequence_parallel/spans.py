@@ -1,0 +1,82 @@
+"""Spans: the runs of one sequence's tokens that a rank holds, and which rank holds which.
+
+```
+contiguous, 3 ranks, 7 tokens       zigzag, 2 ranks, 8 tokens in 4 chunks
+token  0 1 2 3 4 5 6                token  0 1 2 3 4 5 6 7     causal work: rank 0 has the lightest chunk and the
+rank   0 0 0 1 1 2 2                rank   0 0 1 1 1 1 0 0     heaviest, rank 1 the two between
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `stop` of a sequence, `stop` not among them."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+Spans = tuple[Span, ...]
+
+
+def cut(first: int, last: int, parts: int, turn: int = 0) -> list[Span]:
+    """Tokens `first` to `last` in `parts` spans, whose lengths differ by one at most.
+
+    `turn` moves the longer spans on, so that a batch of short sequences does not load the same ranks each time.
+    """
+    count, offset = last - first, (parts - 1 - turn) % parts
+    edges = [first + (index * count + offset) // parts for index in range(parts + 1)]
+    edges[0], edges[-1] = first, last
+    return [Span(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def deal(first: int, last: int, ranks: int, turn: int, zigzag: bool) -> list[Spans]:
+    """By rank, the spans of tokens `first` to `last` that it holds; the empty ones left out."""
+    if not zigzag:
+        return [_kept([span]) for span in cut(first, last, ranks, turn)]
+    chunks = cut(first, last, 2 * ranks, turn)
+    return [_joined([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
+
+
+def divide(spans: Spans, parts: int, turn: int) -> list[Spans]:
+    """The tokens of `spans`, in order, in `parts` shares of like size; a share may be of several spans."""
+    shares = []
+    for share in cut(0, tokens(spans), parts, turn):
+        taken, passed = [], 0
+        for span in spans:
+            start = max(share.start - passed, 0)
+            stop = min(share.stop - passed, span.length)
+            if start < stop:
+                taken.append(Span(span.start + start, span.start + stop))
+            passed += span.length
+        shares.append(tuple(taken))
+    return shares
+
+
+def tokens(spans: Sequence[Span]) -> int:
+    """How many tokens these spans hold."""
+    return sum(span.length for span in spans)
+
+
+def _kept(spans: Sequence[Span]) -> Spans:
+    return tuple(span for span in spans if span.length)
+
+
+def _joined(spans: Sequence[Span]) -> Spans:
+    """`spans` in order, without empty ones, neighbours as one."""
+    joined: list[Span] = []
+    for span in _kept(spans):
+        if joined and joined[-1].stop == span.start:
+            joined[-1] = Span(joined[-1].start, span.stop)
+        else:
+            joined.append(span)
+    return tuple(joined)

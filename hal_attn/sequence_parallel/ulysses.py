@@ -1,0 +1,181 @@
+"""The exchange of heads: tokens of some heads for heads of some tokens, and back, one collective each way.
+
+```
+before: rank u holds its tokens, all heads          after: rank u holds all tokens of the ring coordinate, its heads
+rank 0   t0 | h0 h1 h2 h3                           rank 0   t0 t1 | h0 h1
+rank 1   t1 | h0 h1 h2 h3                           rank 1   t0 t1 | h2 h3
+```
+
+Replicated tokens are on every rank before, so each takes its heads of them and nothing is sent; on the way back every
+rank gets all heads of them. So the way back is the gradient of the way there, and the other way round: what stands for
+one replicated token is the same on all ranks, and counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hal_attn.sequence_parallel.sharding import Rows
+from hal_attn.sequence_parallel.spans import Span
+from hal_attn.sequence_parallel.work import RowSet
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class SideRows:
+    """Rows of queries, or of keys, on both sides of an exchange.
+
+    Attributes:
+        own, replicated: rows of the local tensor; `total` of them in all.
+        counts: own rows of each rank.
+        arrange: rows of (all ranks' own rows, replicated rows), one after another, in the chunk's order.
+        of_rank: by rank, the chunk's rows that it holds: own, then replicated.
+    """
+
+    own: RowSet
+    replicated: RowSet
+    total: int
+    counts: tuple[int, ...]
+    arrange: RowSet
+    of_rank: tuple[RowSet, ...]
+
+    @classmethod
+    def of(cls, locals_: Sequence[Rows], chunk: Rows, coordinate: int) -> SideRows:
+        """From each rank's rows before the exchange and the rows after it."""
+        here = locals_[coordinate]
+        place = torch.empty(sum(chunk.lengths), dtype=torch.int64)
+        place[chunk.tokens] = torch.arange(chunk.count)
+        owned = [place[rows.tokens[rows.own]] for rows in locals_]
+        replicated = place[here.tokens[here.replicated]]
+        arrange = torch.empty(chunk.count, dtype=torch.int64)
+        arrange[torch.cat([*owned, replicated])] = torch.arange(chunk.count)
+        return cls(
+            RowSet.of_index(here.own, here.count),
+            RowSet.of_index(here.replicated, here.count),
+            here.count,
+            tuple(rows.numel() for rows in owned),
+            RowSet.of_index(arrange, chunk.count),
+            tuple(RowSet.of_index(torch.cat([rows, replicated]), chunk.count) for rows in owned),
+        )
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """The exchange among the `ulysses` ranks of one group; this rank's place among them is `coordinate`."""
+
+    group: dist.ProcessGroup
+    coordinate: int
+
+    def there(self, sides: Sequence[tuple[Tensor, SideRows, Sequence[Span]]]) -> Arriving:
+        """Each `[T, H, d]` tensor of a rank's tokens, with the heads that every rank takes -> `[T', H', d]` of this
+        rank's heads, in the chunk's order."""
+        outgoing = [
+            [rows.own.take(tensor)[:, slice(*heads[rank])] for tensor, rows, heads in sides]
+            for rank in range(len(sides[0][2]))
+        ]
+        shapes = [
+            [(rows.counts[rank], heads[self.coordinate].length, tensor.shape[2]) for tensor, rows, heads in sides]
+            for rank in range(len(sides[0][2]))
+        ]
+        arriving = self._exchange(outgoing, shapes)
+
+        def arranged() -> list[Tensor]:
+            received = arriving.blocks()
+            results = []
+            for index, (tensor, rows, heads) in enumerate(sides):
+                kept = rows.replicated.take(tensor)[:, slice(*heads[self.coordinate])]
+                parts = torch.cat([*(blocks[index] for blocks in received), kept])
+                results.append(rows.arrange.take(parts))
+            return results
+
+        return Arriving(arranged)
+
+    def back(self, sides: Sequence[tuple[Tensor, SideRows, Sequence[Span], int]]) -> Arriving:
+        """Each `[T', H', d]` tensor of this rank's heads -> `[T, H, d]` of its tokens, all `H` heads (the last of each
+        tuple); heads that several ranks hold are added."""
+        outgoing = [
+            [rows.of_rank[rank].take(tensor) for tensor, rows, _, _ in sides] for rank in range(len(sides[0][2]))
+        ]
+        shapes = [
+            [
+                (rows.of_rank[self.coordinate].count, heads[rank].length, tensor.shape[2])
+                for tensor, rows, heads, _ in sides
+            ]
+            for rank in range(len(sides[0][2]))
+        ]
+        arriving = self._exchange(outgoing, shapes)
+
+        def arranged() -> list[Tensor]:
+            received = arriving.blocks()
+            results = []
+            for index, (tensor, rows, heads, total) in enumerate(sides):
+                result = tensor.new_zeros(rows.total, total, tensor.shape[2])
+                for rank, blocks in enumerate(received):
+                    target = result[:, slice(*heads[rank])]
+                    own, kept = blocks[index].split([rows.own.count, rows.replicated.count])
+                    rows.own.add(target, own)
+                    rows.replicated.add(target, kept)
+                results.append(result)
+            return results
+
+        return Arriving(arranged)
+
+    def _exchange(self, outgoing: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> _Bytes:
+        dtypes = [tensor.dtype for tensor in outgoing[0]]
+        blocks = [[_bytes(tensor) for tensor in tensors] for tensors in outgoing]
+        sends = [sum(block.numel() for block in rank) for rank in blocks]
+        receives = [
+            sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in zip(rank, dtypes, strict=True))
+            for rank in shapes
+        ]
+        sent = torch.cat([block for rank in blocks for block in rank])
+        received = sent.new_empty(sum(receives))
+        work = dist.all_to_all_single(received, sent, receives, sends, group=self.group, async_op=True)
+        return _Bytes(received, receives, shapes, dtypes, work, sent)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Tensors on their way; `wait` gives them, arrived and in order."""
+
+    wait: Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    received: Tensor
+    sizes: list[int]
+    shapes: Sequence[Sequence[tuple[int, ...]]]
+    dtypes: list[torch.dtype]
+    work: dist.Work
+    sent: Tensor
+
+    def blocks(self) -> list[list[Tensor]]:
+        """By rank, the tensors that it sent."""
+        self.work.wait()
+        found = []
+        for block, shapes in zip(self.received.split(self.sizes), self.shapes, strict=True):
+            tensors, begin = [], 0
+            for shape, dtype in zip(shapes, self.dtypes, strict=True):
+                size = math.prod(shape) * dtype.itemsize
+                tensors.append(block[begin : begin + size].view(dtype).view(shape))
+                begin += _padded(size)
+            found.append(tensors)
+        return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, with room to the next multiple of the alignment, so that all views are aligned."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, _padded(flat.numel()) - flat.numel()))
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
