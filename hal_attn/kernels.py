@@ -150,7 +150,10 @@ class KernelBackend(RingBackend):
         output = output[..., :value_head_dim]
         if blind is not None:
             output = output.masked_fill(blind.transpose(-1, -2).unsqueeze(-1), 0.0)
-            lse = None if lse is None else lse.masked_fill(blind, -torch.inf)
+            if lse is not None and call.sinks is not None and self.native_sinks:
+                lse = torch.where(blind, call.sinks.to(lse.dtype)[:, None], lse)
+            elif lse is not None:
+                lse = lse.masked_fill(blind, -torch.inf)
         if call.sinks is not None and not self.native_sinks:
             assert lse is not None
             output, lse = with_sinks(output, lse, call.sinks)

@@ -125,6 +125,14 @@ def backends_of(platform):
         return tuple(candidate.backend.name for candidate in explain(*tensors).considered)
 
 
+def has_hook(platform, backend, packed):
+    """Whether the backend takes such calls at all; a batched one takes packed calls by the padded route."""
+    with simulating(platform):
+        tensors, offsets = inputs(packed, torch.float16)
+        candidate = next(c for c in explain(*tensors, **offsets).considered if c.backend.name == backend)
+    return candidate.backend.implements("forward") or packed
+
+
 def cells():
     """(platform, backend, packed, argument) of every cell of the tables."""
     return [
@@ -133,6 +141,7 @@ def cells():
         for backend in backends_of(platform)
         for packed in (False, True)
         for argument in arguments(packed, torch.float32)
+        if has_hook(platform, backend, packed)
     ]
 
 

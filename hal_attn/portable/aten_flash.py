@@ -11,6 +11,7 @@ from torch import Tensor
 from hal_attn.capabilities import Capabilities
 from hal_attn.errors import UnsupportedAttentionError
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
+from hal_attn.portable.flash_rules import longest_lengths, positive_scale_rule, window_rule
 from hal_attn.portable.generation import capability_rule, compute_capability, flash2_backward_rule
 from hal_attn.portable.lse import packed_lse
 from hal_attn.portable.operators import active_flash_impl, aligned
@@ -63,7 +64,7 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
         wants_grad = request.needs_grad or bool(request.needs_option_grad)
         refusals = super().refusals(request)
         refusals += capability_rule(architecture, 80, "FlashAttention 2")
-        refusals += flash2_backward_rule(request, architecture)
+        refusals += flash2_backward_rule(request, architecture) + window_rule(request) + positive_scale_rule(request)
         if request.deterministic and wants_grad:
             refusals += (
                 Refusal("deterministic", "given with gradients", "inference, its backward has no such option"),
@@ -82,7 +83,7 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
         lengths = (query.shape[1], key.shape[1])
         if call.metadata is not None:
             sequences = call.metadata.sequences
-            offsets, lengths = sequences.offsets(query.device), (sequences.max_seqlen, sequences.max_seqlen_k)
+            offsets, lengths = sequences.offsets(query.device), longest_lengths(sequences, call)
         operator: Callable[..., tuple[Tensor, ...]] = getattr(self.library, OPERATOR)
         rows = (aligned(tensor, self.head_dim_multiple) for tensor in (query, key, value))
         output, lse, *_ = operator(*rows, *offsets, *lengths, call.dropout_p, call.right == 0, False, **options)

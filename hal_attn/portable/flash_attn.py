@@ -11,6 +11,7 @@ from torch import Tensor
 from hal_attn.capabilities import Capabilities
 from hal_attn.guard import attempt
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
+from hal_attn.portable.flash_rules import longest_lengths, positive_scale_rule, window_rule
 from hal_attn.portable.generation import capability_rule, flash2_backward_rule
 from hal_attn.portable.lse import packed_lse
 from hal_attn.portable.operators import aligned
@@ -54,7 +55,7 @@ class FlashAttentionBackend(BatchedKernel, PackedKernel):
         architecture = self.architecture(request.device)
         refusals = super().refusals(request)
         refusals += capability_rule(architecture, 80, "FlashAttention 2")
-        refusals += flash2_backward_rule(request, architecture)
+        refusals += flash2_backward_rule(request, architecture) + window_rule(request) + positive_scale_rule(request)
         if request.softcap > 0 and request.dropout_p > 0:
             refusals += (Refusal("softcap", f"{request.softcap} with dropout", "one of the two"),)
         function = getattr(attempt(lambda: self.library, None)[0], "flash_attn_func", None)
@@ -80,7 +81,7 @@ class FlashAttentionBackend(BatchedKernel, PackedKernel):
         else:
             sequences = call.metadata.sequences
             cu_seqlens, cu_seqlens_k = sequences.offsets(query.device)
-            lengths = (sequences.max_seqlen, sequences.max_seqlen_k)
+            lengths = longest_lengths(sequences, call)
             result = self.library.flash_attn_varlen_func(*rows, cu_seqlens, cu_seqlens_k, *lengths, **options)
         if not call.needs_lse:
             return result, None

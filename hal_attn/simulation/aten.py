@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hal_attn.simulation.attention import Attended, Band, attend, attend_packed
-from hal_attn.simulation.flash_attn import check_offsets
+from hal_attn.simulation.flash_attn import check_offsets, flash_band
 
 FlashResult = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 EfficientResult = tuple[Tensor, Tensor, Tensor, Tensor, int, int]
@@ -57,7 +57,8 @@ class SimulatedAten:
         must(seqused_k is None and block_table is None, "the simulation has no paged keys")
         must(alibi_slopes is None, "This flash attention build does not support alibi.")
         _check_flash(query, key, value)
-        band = Band(window_size_left, 0 if is_causal else window_size_right)
+        window = tuple(-1 if edge is None else edge for edge in (window_size_left, window_size_right))
+        band = flash_band(is_causal, window, max_k)  # type: ignore[arg-type]
         options = {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "dropout_p": dropout_p}
         if cum_seq_q is None or cum_seq_k is None:
             visible = band.visible(query.shape[1], key.shape[1])

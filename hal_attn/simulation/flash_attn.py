@@ -40,7 +40,7 @@ def _flash_attn_func(empty_lse: float) -> Callable[..., Result]:
             q,
             k,
             v,
-            visible=_band(causal, window_size).visible(q.shape[1], k.shape[1]),
+            visible=flash_band(causal, window_size, k.shape[1]).visible(q.shape[1], k.shape[1]),
             scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             softcap=softcap,
             slopes=alibi_slopes,
@@ -81,7 +81,7 @@ def _flash_attn_varlen_func(empty_lse: float) -> Callable[..., Result]:
             v,
             cu_seqlens_q.tolist(),
             cu_seqlens_k.tolist(),
-            band=_band(causal, window_size),
+            band=flash_band(causal, window_size, max_seqlen_k),
             scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             softcap=softcap,
             slopes=alibi_slopes,
@@ -104,9 +104,15 @@ def check_offsets(offsets: Tensor, longest: int) -> None:
         raise RuntimeError(f"max_seqlen {longest} is shorter than a sequence: rows would stay unwritten")
 
 
-def _band(causal: bool, window_size: tuple[int, int]) -> Band:
-    left, right = window_size
-    return Band(left, 0 if causal else right)
+def flash_band(causal: bool, window_size: tuple[int, int], longest_k: int) -> Band:
+    """The band that the host code makes of a window, by the longest key length that it is told."""
+    left, right = (-1 if edge >= longest_k else edge for edge in window_size)
+    right = 0 if causal else right
+    if left < 0 <= right:
+        left = longest_k
+    elif right < 0 <= left:
+        right = longest_k
+    return Band(left, right)
 
 
 def _returned(attended: Attended, empty_lse: float, return_attn_probs: bool) -> Result:

@@ -1,1 +1,1 @@
-"""Huawei Ascend: finds its devices and library versions. It has no attention backend yet."""
+"""Huawei Ascend: finds its devices, and runs attention on them through torch_npu's operators."""

@@ -1,7 +1,8 @@
-"""The Ascend platform. This version detects it and has no backend for it yet."""
+"""The Ascend platform: finds its devices, and knows the backends that run on them."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from hal_attn.probing import (
     version_of,
     versions_of,
 )
+from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
+from hal_attn_ascend.generations import Generation, generation_of
 
 LIBRARIES = ("torch-npu", "flash-attn-npu", "triton-ascend")
 INSTALL = (
@@ -61,10 +64,53 @@ class AscendPlatform(Platform):
         return tuple(_device(index) for index in range(_npu().device_count()))
 
     def backends(self) -> tuple[AttentionBackend, ...]:
-        return ()
+        return self._backends
 
     def default_order(self, request: AttentionRequest) -> tuple[str, ...]:
+        return ("ascend_fa", "ascend_pfa", "ascend_sdpa", "ascend_math")
+
+    def validate(self, request: AttentionRequest) -> tuple[Refusal, ...]:
+        """NPUs multiply no float64 matrices, and 310P cards have no bfloat16."""
+        if request.dtype == torch.float64:
+            return (Refusal("dtype", "float64", "float32, bfloat16 or float16", "convert with tensor.float()"),)
+        architecture = self.architecture(request.device)
+        if request.dtype == torch.bfloat16 and generation_of(architecture) is Generation.INFERENCE_310P:
+            return (Refusal("dtype", f"bfloat16 on {architecture}", "float16", "convert with tensor.half()"),)
         return ()
+
+    def architecture(self, device: torch.device) -> str:
+        """What torch_npu calls the device ("Ascend910B1"); asks it once for each device."""
+        if device not in self._architectures:
+            self._architectures[device] = str(_npu().get_device_name(device.index))
+        return self._architectures[device]
+
+    def simulation(self, generation: str | None) -> Platform | None:
+        from hal_attn_ascend.simulation.platform import SimulatedAscend
+
+        return SimulatedAscend.from_text(generation)
+
+    def operators(self) -> Any:
+        """The namespace of torch_npu's operators; ImportError without torch_npu."""
+        from hal_attn_ascend.operators import torch_npu_operators
+
+        return torch_npu_operators()
+
+    @cached_property
+    def _architectures(self) -> dict[torch.device, str]:
+        return {}
+
+    @cached_property
+    def _backends(self) -> tuple[AttentionBackend, ...]:
+        from hal_attn_ascend.fused import AscendFusedBackend
+        from hal_attn_ascend.plain import AscendMathBackend, AscendSdpaBackend
+        from hal_attn_ascend.prompt import AscendPromptBackend
+
+        return (
+            AscendFusedBackend(self.operators, self.architecture),
+            AscendPromptBackend(self.operators, self.architecture),
+            AscendSdpaBackend(),
+            AscendMathBackend(),
+        )
 
 
 def _obstacle() -> tuple[str, str] | None:

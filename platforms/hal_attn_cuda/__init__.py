@@ -1,1 +1,1 @@
-"""NVIDIA: finds its devices and library versions. It has no attention backend yet."""
+"""NVIDIA: its devices and the kernels of PyTorch, FlashAttention 2 to 4, cuDNN and FlashInfer, with simulations."""

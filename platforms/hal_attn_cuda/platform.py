@@ -1,13 +1,19 @@
-"""The NVIDIA platform. This version detects it and has no backend for it yet."""
+"""The NVIDIA platform: its devices, its backends and their order."""
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import torch
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.platform import Detection, DeviceInfo, Platform
+from hal_attn.portable.generation import compute_capability
 from hal_attn.probing import DeviceKind, torch_build, torch_cuda_obstacle, versions_of
+from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
+from hal_attn_cuda.backends import INSTALLED, make_backends
+from hal_attn_cuda.order import default_order
 
 LIBRARIES = (
     "flash-attn",
@@ -41,6 +47,9 @@ class CudaPlatform(Platform):
     device_type = "cuda"
     process_group_backend = "nccl"
 
+    def __init__(self) -> None:
+        self._architectures: dict[int, str] = {}
+
     def detect(self) -> Detection:
         """By the build of PyTorch first, then by `torch.cuda.device_count()`.
 
@@ -57,10 +66,35 @@ class CudaPlatform(Platform):
         return tuple(_device(index) for index in range(torch.cuda.device_count()))
 
     def backends(self) -> tuple[AttentionBackend, ...]:
-        return ()
+        return self._backends
 
     def default_order(self, request: AttentionRequest) -> tuple[str, ...]:
-        return ()
+        return default_order(request, self.architecture(request.device))
+
+    def validate(self, request: AttentionRequest) -> tuple[Refusal, ...]:
+        """A device that is older than all that this PyTorch was built for runs no kernel at all."""
+        capability = compute_capability(self.architecture(request.device))
+        built = [found for name in torch.cuda.get_arch_list() if (found := compute_capability(name.replace("_", "")))]
+        if capability is None or not built or capability >= min(built):
+            return ()
+        need = f"sm{min(built)} or later, the oldest that {torch_build()} is built for"
+        return (Refusal("device", f"sm{capability}", need, "install a build of PyTorch for it"),)
+
+    def architecture(self, device: torch.device) -> str:
+        """The generation of a device, as "sm90". The first look at a device initialises CUDA."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index not in self._architectures:
+            self._architectures[index] = _generation(index)
+        return self._architectures[index]
+
+    def simulation(self, generation: str | None) -> Platform | None:
+        from hal_attn_cuda.simulated.platform import SimulatedCuda
+
+        return SimulatedCuda.parse(generation)
+
+    @cached_property
+    def _backends(self) -> tuple[AttentionBackend, ...]:
+        return make_backends(INSTALLED, self.architecture)
 
     def owns(self, device: torch.device) -> bool:
         return device.type == "cuda" and torch.version.hip is None
@@ -77,5 +111,9 @@ def _obstacle() -> tuple[str, str] | None:
 
 def _device(index: int) -> DeviceInfo:
     properties = torch.cuda.get_device_properties(index)
+    return DeviceInfo(f"cuda:{index}", properties.name, _generation(index), properties.total_memory)
+
+
+def _generation(index: int) -> str:
     major, minor = torch.cuda.get_device_capability(index)
-    return DeviceInfo(f"cuda:{index}", properties.name, f"sm{major}{minor}", properties.total_memory)
+    return f"sm{major}{minor}"

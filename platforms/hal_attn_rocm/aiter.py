@@ -21,10 +21,11 @@ from hal_attn.kernels import (
 )
 from hal_attn.masks import edges
 from hal_attn.packing import PackedSequences
+from hal_attn.portable.flash_rules import positive_scale_rule
 from hal_attn.portable.operators import last_contiguous, wants_gradient
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
-from hal_attn_rocm.rules import CK_ARCHITECTURES, architecture_rule, positive_scale_rule, right_edge_rule
+from hal_attn_rocm.rules import CK_ARCHITECTURES, architecture_rule, right_edge_rule
 
 ASSEMBLY_ARCHITECTURES = ("gfx942", "gfx950")
 ROUND_TO_NEAREST_EVEN = 0

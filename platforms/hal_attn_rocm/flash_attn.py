@@ -17,7 +17,7 @@ from hal_attn.portable.flash_attn import FlashAttentionBackend
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 from hal_attn_rocm.aiter_triton import batched_slopes
-from hal_attn_rocm.rules import CK_ARCHITECTURES, architecture_rule, positive_scale_rule, right_edge_rule
+from hal_attn_rocm.rules import CK_ARCHITECTURES, architecture_rule
 
 SWITCH = "FLASH_ATTENTION_TRITON_AMD_ENABLE"
 CK_HINT = f"unset {SWITCH} where flash-attn was built for CK"
@@ -48,7 +48,7 @@ class RocmFlashAttentionBackend(FlashAttentionBackend):
         self.uses_triton = uses_triton
 
     def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
-        refusals = super().refusals(request) + right_edge_rule(request) + positive_scale_rule(request)
+        refusals = super().refusals(request)
         if self.uses_triton():
             of_triton = (replace(r, hint=r.hint or CK_HINT) for r in self.triton_capabilities.refusals(request))
             known = {refusal.rule for refusal in refusals}

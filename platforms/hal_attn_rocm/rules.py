@@ -27,11 +27,3 @@ def right_edge_rule(request: AttentionRequest) -> tuple[Refusal, ...]:
         return ()
     have = f"a right edge of {right} with more queries than keys"
     return (Refusal("window_size", have, "a right edge below the key length, or equal lengths"),)
-
-
-def positive_scale_rule(request: AttentionRequest) -> tuple[Refusal, ...]:
-    """Composable Kernel hides scores with -inf and finds their largest before it multiplies by the scale, so a scale of
-    0 or below gives NaN."""
-    if request.softmax_scale > 0:
-        return ()
-    return (Refusal("scale", str(request.scale), "a scale above 0"),)

@@ -1,4 +1,4 @@
-"""What the AMD tests share: a simulated device, the backends that take a call, and the switch for a real device."""
+"""What the AMD tests share: a simulated device and why a backend does not take a call."""
 
 import pytest
 
@@ -26,13 +26,3 @@ def refusals():
         return {refusal.rule: str(refusal) for refusal in considered[backend]}
 
     return ask
-
-
-def pytest_collection_modifyitems(config, items):
-    """Tests on a real device run when they are asked for, by `-m rocm`, and then fail without one."""
-    if "rocm" in config.option.markexpr:
-        return
-    real = [item for item in items if item.get_closest_marker("rocm")]
-    if real:
-        items[:] = [item for item in items if item not in real]
-        config.hook.pytest_deselected(items=real)

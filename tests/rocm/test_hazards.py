@@ -137,15 +137,14 @@ def test_a_right_edge_beyond_the_keys_is_taken_as_unlimited(simulate, refusals, 
     assert backend in assert_right(query, key, value, window_size=(-1, 2))
 
 
-def test_a_right_edge_beyond_the_keys_of_a_packed_call(simulate, refusals):
+def test_a_right_edge_beyond_the_keys_of_a_packed_call(simulate):
     """Sequences without queries are left out before the call, so the longest keys are not those of the request."""
     simulate("gfx942")
     for lengths, lengths_k in (([9, 4], [3, 5]), ([9, 0], [3, 20])):
         query, key, value, sequences = packed(lengths, lengths_k, **HALF)
         for right in (1, 3, 4, 7):
             options = {"sequences": sequences, "window_size": (-1, right)}
-            assert "aiter" in assert_right(query, key, value, **options)
-            assert "window_size" in refusals("flash_attn", query, key, value, **options)
+            assert {"aiter", "flash_attn"} <= set(assert_right(query, key, value, **options))
     query, key, value, sequences = packed([9, 4], **HALF)
     assert "flash_attn" in assert_right(query, key, value, sequences=sequences, window_size=(-1, 3))
 

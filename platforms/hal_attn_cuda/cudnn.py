@@ -1,0 +1,108 @@
+"""`torch_cudnn`: cuDNN's attention through PyTorch, batched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hal_attn.capabilities import Capabilities
+from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult
+from hal_attn.portable.bias import joined_bias
+from hal_attn.portable.generation import capability_rule, compute_capability
+from hal_attn.portable.operators import aligned, wants_gradient
+from hal_attn.refusal import Refusal
+from hal_attn.request import AttentionRequest
+
+OPERATOR = "_scaled_dot_product_cudnn_attention"
+WITHOUT_DROPOUT = range(91101, 91400)
+
+
+class TorchCudnnBackend(BatchedKernel):
+    """aten `_scaled_dot_product_cudnn_attention`, `[B, H, S, D]`, as of PyTorch 2.13 (the rules are those of its own
+    selector, which a direct call goes around).
+
+    Its rules: float16 and bfloat16; compute capability 8.0 to 12.1; head dims padded to a multiple of 8, at most 128,
+    and without gradients 256 on sm90 from cuDNN 9.10; at least two keys, so that a single one gets a hidden neighbour;
+    a top-left triangle; one additive mask in the dtype of query, without a gradient, which takes causal and windows in;
+    dropout not in cuDNN 9.11 to 9.13, nor with a single query; grouped heads as they are. The LSE is `[B, H, Sq, 1]`
+    and must be asked for, for the backward pass too. It is not deterministic. What a row without keys gives is
+    undocumented, so that none is left in a mask.
+    """
+
+    name = "torch_cudnn"
+    head_dim_multiple = 8
+    one_head_dim = False
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float16, torch.bfloat16}),
+        max_head_dim=256,
+        value_head_dim=True,
+        grouped_heads=True,
+        causal="bottom_right",
+        window=True,
+        masks=frozenset({"bool", "float"}),
+        mask_dtype_of_query=True,
+        key_padding_mask=True,
+        sinks=True,
+        dropout=True,
+        lse=True,
+        gradients=True,
+    )
+
+    def unavailable(self) -> Refusal | None:
+        if hasattr(self.library, OPERATOR):
+            return None
+        return Refusal("installed", f"PyTorch {torch.__version__}", f"PyTorch with aten {OPERATOR}, 2.5 or later")
+
+    def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
+        architecture = self.architecture(request.device)
+        refusals = super().refusals(request) + capability_rule(architecture, 80, "cuDNN's attention")
+        refusals += self._head_dim_rule(request, compute_capability(architecture))
+        if request.mask == "none" and not request.key_padding_mask:
+            refusals += self._band_rules(request)
+        if request.dropout_p > 0 and (request.packed or request.seqlen_q == 1):
+            refusals += (Refusal("dropout_p", f"{request.dropout_p}, maybe with one query", "more queries, or 0.0"),)
+        version = torch.backends.cudnn.version() or 0
+        if request.dropout_p > 0 and version in WITHOUT_DROPOUT:
+            refusals += (Refusal("dropout_p", f"cuDNN {version}", "cuDNN before 9.11, or 9.14 and later"),)
+        return refusals
+
+    def _band_rules(self, request: AttentionRequest) -> tuple[Refusal, ...]:
+        """What the kernel's own triangle cannot do; a mask takes the band in instead."""
+        refusals: tuple[Refusal, ...] = ()
+        if request.causal and not request.equal_lengths:
+            have = "key and query lengths that differ"
+            refusals += (Refusal("causal", have, "equal lengths, its triangle is top-left"),)
+        if request.window_size is not None:
+            refusals += (Refusal("window_size", str(request.window_size), "no window, or a mask that takes it in"),)
+        return refusals
+
+    def _head_dim_rule(self, request: AttentionRequest, capability: int | None) -> tuple[Refusal, ...]:
+        dim = max(request.head_dim, request.value_head_dim)
+        if dim <= 128 or dim > 256:
+            return ()
+        if capability != 90:
+            return (Refusal("head_dim", str(dim), "at most 128, or 256 on sm90"),)
+        wants_grad = request.needs_grad or bool(request.needs_option_grad)
+        return (Refusal("head_dim", f"{dim} with gradients", "at most 128 with gradients"),) if wants_grad else ()
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
+        bias = None if call.masks is None else joined_bias(call.masks, query.shape[1], key.shape[1])
+        causal = bias is None and call.right == 0
+        if key.shape[1] == 1:
+            key, value, bias = _with_hidden_key(key, value, bias, query.shape[1])
+            causal = False
+        with_lse = call.needs_lse or wants_gradient(query, key, value)
+        rows = (aligned(tensor, self.head_dim_multiple).transpose(1, 2) for tensor in (query, key, value))
+        operator: Callable[..., tuple[Tensor, ...]] = getattr(self.library, OPERATOR)
+        output, lse, *_ = operator(*rows, bias, with_lse, call.dropout_p, causal, False, scale=call.scale)
+        return output.transpose(1, 2), lse.flatten(2) if call.needs_lse else None
+
+
+def _with_hidden_key(key: Tensor, value: Tensor, bias: Tensor | None, seqlen_q: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One key and a second that nobody sees."""
+    bias = key.new_zeros(1, 1, seqlen_q, 1) if bias is None else bias
+    key, value = (F.pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (key, value))
+    return key, value, aligned(F.pad(bias, (0, 15), value=-torch.inf), 8)[..., :2]

@@ -1,0 +1,120 @@
+"""`flash_attn_4`: FlashAttention 4, the `flash_attn.cute` of the package flash-attn-4."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal_attn.capabilities import Capabilities
+from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
+from hal_attn.portable.generation import capability_rule, compute_capability
+from hal_attn.portable.operators import aligned
+from hal_attn.refusal import Refusal
+from hal_attn.request import AttentionRequest
+
+LATENT = (192, 128)
+
+
+class FlashAttention4Backend(BatchedKernel, PackedKernel):
+    """`flash_attn.cute.flash_attn_func` and `flash_attn_varlen_func` (rules read from flash-attn-4 4.0.0b36).
+
+    Its rules: float16 and bfloat16; compute capabilities 8.x to 12.x; head dims padded to a multiple of 8 and to one
+    another but for 192 over 128: at most 256 on sm9x, on sm10x and sm11x at most 128, or 256, on the others at most
+    128. Causal and windows aligned to the bottom right; an unlimited edge is None, a single negative one is taken at
+    its word; arguments by name, because the packed function has another order than its predecessors'. Sinks are its
+    own, in the kernels of sm9x to sm11x. No dropout, no ALiBi. It always returns a pair; the LSE's gradient counts. A
+    row without keys gives LSE -inf, or its sink.
+
+    There is no backward pass on sm8x, none that is deterministic on sm12x, and the one for head dim 256 on sm10x takes
+    neither softcap, sinks nor the LSE's gradient.
+    """
+
+    name = "flash_attn_4"
+    distribution = "flash-attn-4"
+    install = "pip install flash-attn-4"
+    head_dim_multiple = 8
+    native_sinks = True
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float16, torch.bfloat16}),
+        max_head_dim=256,
+        value_head_dim=True,
+        grouped_heads=True,
+        causal="bottom_right",
+        window=True,
+        softcap=True,
+        sinks=True,
+        deterministic=True,
+        lse=True,
+        lse_gradient=True,
+        gradients=True,
+        option_gradients=frozenset({"sinks"}),
+    )
+
+    def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
+        architecture = self.architecture(request.device)
+        refusals = super().refusals(request) + capability_rule(architecture, 80, "FlashAttention 4")
+        capability = compute_capability(architecture)
+        return refusals if capability is None else refusals + _generation_rules(request, capability // 10)
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
+        options: dict[str, Any] = {
+            "softmax_scale": call.scale,
+            "causal": call.right == 0,
+            "window_size": tuple(None if edge < 0 else edge for edge in (call.left, call.right)),
+            "softcap": call.softcap,
+            "learnable_sink": None if call.sinks is None else call.sinks.float(),
+            "deterministic": call.deterministic,
+            "return_lse": call.needs_lse,
+        }
+        rows = [aligned(tensor, self.head_dim_multiple) for tensor in (query, key, value)]
+        if call.metadata is None:
+            output, lse = self.library.flash_attn_func(*rows, **options)
+            return output, lse
+        sequences = call.metadata.sequences
+        cu_seqlens, cu_seqlens_k = sequences.offsets(query.device)
+        output, lse = self.library.flash_attn_varlen_func(
+            *rows,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=sequences.max_seqlen,
+            max_seqlen_k=sequences.max_seqlen_k,
+            **options,
+        )
+        return output, lse
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if (query.shape[-1], value.shape[-1]) == LATENT:
+            return query, key, value
+        return super()._padded(query, key, value)
+
+
+def _generation_rules(request: AttentionRequest, generation: int) -> tuple[Refusal, ...]:
+    refusals = []
+    wants_grad = request.needs_grad or bool(request.needs_option_grad)
+    device = f"sm{generation}x"
+    dim = max(request.head_dim, request.value_head_dim)
+    full = dim > 248 and generation in (10, 11)
+    latent = (request.head_dim, request.value_head_dim) == LATENT and generation in (9, 10, 11)
+    if not latent and not full and dim > (256 if generation == 9 else 128):
+        more = ", or 249 to 256, or 192 over 128" if generation in (10, 11) else ""
+        refusals.append(Refusal("head_dim", f"{dim} on {device}", f"at most 128{more}"))
+    if request.sinks and generation not in (9, 10, 11):
+        refusals.append(Refusal("sinks", f"given on {device}", "sm9x, sm10x or sm11x"))
+    if wants_grad and generation == 8:
+        refusals.append(Refusal("gradients", f"wanted on {device}", "inference there"))
+    if wants_grad and request.deterministic and generation == 12:
+        refusals.append(Refusal("deterministic", f"given with gradients on {device}", "inference there"))
+    if wants_grad and full:
+        given = {"softcap": request.softcap > 0, "sinks": request.sinks, "return_lse": request.return_lse}
+        need = f"off, with gradients of head dim 256 on {device}"
+        refusals += [Refusal(name, "given", need) for name, used in given.items() if used]
+    return tuple(refusals)
+
+
+def import_flash_attn_4() -> ModuleType:
+    """Its package; without its compiler, the CuTe DSL, that fails, and the failure is the reason."""
+    return import_module("flash_attn.cute")

@@ -1,0 +1,1 @@
+"""The functions of NVIDIA's libraries on CPU tensors, under their own signatures, conventions and limits."""

@@ -1,0 +1,79 @@
+"""cuDNN's attention as PyTorch has it, on the CPU, under the schema of PyTorch 2.13."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hal_attn.simulation.aten import ALIGNMENT, must
+from hal_attn.simulation.attention import Band, attend
+
+Result = tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, None]
+
+
+def simulated_cudnn(generation: str, empty_lse: float | None = None) -> SimulatedCudnn:
+    """The operator on a device of `generation`; a row without keys gives NaN, and LSE NaN or `empty_lse`."""
+    return SimulatedCudnn(generation, math.nan if empty_lse is None else empty_lse)
+
+
+@dataclass(frozen=True)
+class SimulatedCudnn:
+    """The operator, as `torch.ops.aten` has it."""
+
+    generation: str
+    empty_lse: float
+
+    def _scaled_dot_product_cudnn_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor | None,
+        compute_log_sumexp: bool,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> Result:
+        self._check(query, key, value, dropout_p)
+        if attn_bias is not None:
+            _check_bias(attn_bias, query, key)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+            must(compute_log_sumexp, "the backward pass reads statistics that were not computed")
+        seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+        attended = attend(
+            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            visible=Band(right=0 if is_causal else None, top_left=True).visible(seqlen_q, seqlen_k),
+            bias=None if attn_bias is None else attn_bias.detach(),
+            dropout_p=dropout_p,
+        )
+        blind = attended.empty.transpose(1, 2).unsqueeze(-1)
+        output = torch.where(blind, math.nan, attended.output).transpose(1, 2)
+        lse = attended.lse_with(self.empty_lse).detach()
+        state = torch.zeros((), dtype=torch.long)
+        statistics = lse.unsqueeze(-1) if compute_log_sumexp else lse[..., :0]
+        return output, statistics, None, None, seqlen_q, seqlen_k, state, state, None
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> None:
+        must(query.dtype in (torch.float16, torch.bfloat16), "cuDNN attention supports fp16 and bf16")
+        must(query.dtype == key.dtype == value.dtype, "query, key and value must have one dtype")
+        limit = 256 if self.generation == "sm90" else 128
+        dims = (query.shape[-1], value.shape[-1])
+        must(max(dims) <= limit, f"head_dim should be no more than {limit}")
+        must(all(dim % ALIGNMENT == 0 for dim in dims), "head_dim should be a multiple of 8")
+        must(query.shape[1] % key.shape[1] == 0, "query heads must be a multiple of key heads")
+        must(key.shape[2] > 1, "cudnn SDPA does not support key/value sequence length 1.")
+        must(not (query.shape[2] == 1 and dropout_p), "cudnn SDPA does not support query length 1 with dropout.")
+        must(all(tensor.stride(-1) == 1 for tensor in (query, key, value)), "the last dimension must have stride 1")
+
+
+def _check_bias(bias: Tensor, query: Tensor, key: Tensor) -> None:
+    must(bias.dtype == query.dtype, "the bias must have the dtype of query")
+    must(bias.dim() == 4 and bias.shape[2:] == (query.shape[2], key.shape[2]), "attn_bias: wrong shape")
+    broadcast = bias.shape[0] in (1, query.shape[0]) and bias.shape[1] in (1, query.shape[1])
+    must(broadcast and bias.stride(3) == 1, "attn_bias: wrong shape or strides")

@@ -1,0 +1,146 @@
+"""Where libraries are found, what their builds say, and what PyTorch puts behind its own operator."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from hal_attn_cuda.backends import INSTALLED
+from hal_attn_cuda.flash_attn_3 import FlashAttention3Backend, import_flash_attn_3
+from hal_attn_cuda.platform import CudaPlatform
+from torch.nn import attention as torch_attention
+
+from hal_attn import attention, explain
+from hal_attn.errors import UnsupportedAttentionError
+from hal_attn.portable.aten_flash import TorchFlashBackend
+from hal_attn.portable.flash_attn import FlashAttentionBackend, import_flash_attn
+from hal_attn.simulation.aten import simulated_aten
+from tests.cuda.calls import batched
+
+FUNCTIONS = {"flash_attn_func": print, "flash_attn_varlen_func": print}
+
+
+def module(monkeypatch, name, **attributes):
+    made = ModuleType(name)
+    vars(made).update(attributes)
+    monkeypatch.setitem(sys.modules, name, made)
+
+
+def test_backends_are_made_once_and_import_nothing(monkeypatch):
+    for kind in INSTALLED:
+        monkeypatch.setattr(kind, "library", property(lambda self: pytest.fail("a library was loaded")))
+    platform = CudaPlatform()
+    names = [backend.name for backend in platform.backends()]
+    assert platform.backends() is platform.backends()
+    assert names == [
+        "flash_attn_3",
+        "flash_attn_4",
+        "flash_attn",
+        "flashinfer_cudnn",
+        "torch_cudnn",
+        "torch_flash",
+        "torch_efficient",
+        "torch_math",
+    ]
+
+
+@pytest.mark.parametrize("name", ["flash_attn_interface", "flash_attn_3.flash_attn_interface", "fa3_fwd_interface"])
+def test_flash_attention_3_is_found_under_each_name(monkeypatch, name):
+    if "." in name:
+        module(monkeypatch, "flash_attn_3")
+    module(monkeypatch, name, **FUNCTIONS)
+    assert import_flash_attn_3().module.flash_attn_func is print
+
+
+def test_its_config_says_what_was_left_out(monkeypatch):
+    module(monkeypatch, "fa3_fwd_interface", **FUNCTIONS)
+    flags = {"FLASHATTENTION_DISABLE_HDIM256": True, "FLASHATTENTION_DISABLE_LOCAL": True}
+    module(monkeypatch, "fa3_fwd_config", CONFIG={"build_flags": flags})
+    library = import_flash_attn_3()
+    assert (library.name, library.max_head_dim) == ("fa3-fwd", 192)
+    assert library.lacks("LOCAL")
+    assert not library.lacks("BACKWARD")
+
+
+def test_flash_attention_3_that_is_nowhere():
+    reason = FlashAttention3Backend(import_flash_attn_3, lambda device: "sm90").unavailable()
+    assert reason is not None
+    assert "flash-attn-3" in str(reason)
+    assert "fa3-fwd" in str(reason)
+
+
+def test_flash_attention_4_alone_is_not_flash_attention_2(monkeypatch):
+    module(monkeypatch, "flash_attn")
+    with pytest.raises(ImportError, match="flash_attn_func"):
+        import_flash_attn()
+    reason = FlashAttentionBackend(import_flash_attn, lambda device: "sm90").unavailable()
+    assert reason is not None
+    assert reason.have == "flash-attn is not installed"
+
+
+def test_older_flash_attention_2_has_no_softcap(monkeypatch):
+    old = SimpleNamespace(flash_attn_func=lambda q, k, v, dropout_p=0.0: q)
+    backend = FlashAttentionBackend(lambda: old, lambda device: "sm90")
+    tensors, _ = batched(7, 11)
+    request = explain(*tensors, softcap=1.0).request
+    assert [refusal.rule for refusal in backend.refusals(request)] == ["softcap"]
+
+
+def test_pytorch_without_the_operator():
+    backend = TorchFlashBackend(SimpleNamespace, lambda device: "sm90")
+    assert torch.__version__ in str(backend.unavailable())
+
+
+@pytest.fixture
+def swap(monkeypatch):
+    """Says what PyTorch has behind its operator, as `activate_flash_attention_impl` does."""
+    return lambda name: monkeypatch.setattr(
+        torch_attention, "current_flash_attention_impl", lambda: name, raising=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("active", "device", "options", "rule"),
+    [
+        ("FA3", "sm90", {"dropout_p": 0.1}, "dropout_p"),
+        ("FA4", "sm90", {"dropout_p": 0.1}, "dropout_p"),
+        ("FA3", "sm80", {}, "device"),
+        ("FA4", "sm120", {}, "device"),
+        ("FA4", "sm100", {"head_dim": 160}, "head_dim"),
+    ],
+)
+def test_swapped_kernel_refuses_what_it_lacks(swap, simulate, active, device, options, rule):
+    simulate(device)
+    tensors, options = batched(7, 11, **options)
+    backend = TorchFlashBackend(simulated_aten, lambda d: device)
+    request = explain(*tensors, **options).request
+    assert backend.refusals(request) == ()
+    swap(active)
+    reasons = backend.refusals(request)
+    assert [reason.rule for reason in reasons] == [rule]
+    assert active in str(reasons[0])
+
+
+def test_swap_after_binding_is_seen(swap, simulate):
+    simulate()
+    tensors, _ = batched(64, 64)
+    options = {"dropout_p": 0.1, "backend": "torch_flash"}
+    attention(*tensors, **options)
+    swap("FA3")
+    with pytest.raises(UnsupportedAttentionError, match="FA3 was activated"):
+        attention(*tensors, **options)
+    swap(None)
+    attention(*tensors, **options)
+
+
+def test_device_older_than_the_build(monkeypatch, simulate):
+    simulate()
+    platform = CudaPlatform()
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "compute_90"])
+    tensors, _ = batched(7, 11)
+    request = explain(*tensors).request
+    for capability, rules in (((6, 1), ["device"]), ((7, 5), []), ((12, 0), [])):
+        platform._architectures.clear()
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, have=capability: have)
+        assert [refusal.rule for refusal in platform.validate(request)] == rules

@@ -1,0 +1,28 @@
+"""Simulated functions take exactly what the vendors' take, so a call that binds here binds there."""
+
+import pytest
+from hal_attn_cuda.simulated.cudnn import simulated_cudnn
+from hal_attn_cuda.simulated.flash_attn_3 import simulated_flash_attn_3
+from hal_attn_cuda.simulated.flash_attn_4 import simulated_flash_attn_4
+from hal_attn_cuda.simulated.flashinfer import simulated_flashinfer
+
+from hal_attn.simulation.aten import simulated_aten
+from hal_attn.simulation.flash_attn import simulated_flash_attn
+from tests.vendors.signatures import assert_same_signature
+
+FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func")
+PAIRS = [
+    *((simulated_flash_attn(), name, "flash_attn") for name in FUNCTIONS),
+    *((simulated_flash_attn_3("fa3_fwd", "sm90").module, name, "fa3_fwd_interface") for name in FUNCTIONS),
+    *((simulated_flash_attn_3("full", "sm90").module, name, "flash_attn_interface") for name in FUNCTIONS),
+    *((simulated_flash_attn_4("sm90"), name, "flash_attn.cute") for name in FUNCTIONS),
+    (simulated_flashinfer(), "cudnn_batch_prefill_with_kv_cache", "flashinfer.cudnn.prefill"),
+    (simulated_cudnn("sm90"), "_scaled_dot_product_cudnn_attention", "torch.ops.aten"),
+    (simulated_aten(), "_flash_attention_forward", "torch.ops.aten"),
+    (simulated_aten(), "_efficient_attention_forward", "torch.ops.aten"),
+]
+
+
+@pytest.mark.parametrize(("library", "name", "module"), PAIRS, ids=[f"{module}.{name}" for _, name, module in PAIRS])
+def test_same_signature(library, name, module):
+    assert_same_signature(getattr(library, name), f"{module}.{name}")
