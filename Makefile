@@ -38,7 +38,8 @@ vendor-sources: $(VENV)/.test
 
 # The Ascend tests once more, through the dispatcher of the real torch_npu over a stand-in for CANN (needs a C compiler).
 ascend-contract:
-	$(PYTHON) ci/ascend_contract/environment.py run --folder $(ASCEND_VENV) tests/vendors/ascend_contract tests/ascend
+	$(PYTHON) ci/ascend_contract/environment.py run --folder $(ASCEND_VENV) tests/vendors/ascend_contract tests/ascend \
+		--ascend-library torch_npu
 
 clean:
 	rm -rf $(VENV) $(ASCEND_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -17,6 +17,7 @@ class MaskedInputs(NamedTuple):
         added: the additive mask, broadcastable to `[B, H, Sq, Sk]`, without the band; None where nothing is hidden.
         visible: which pairs are visible, causal and window included; None where no mask is given.
         blind: the queries that see no key, bool, broadcastable to `[B, H, Sq]`; None where no mask is given.
+        additive: a float mask is among them, so that `added` holds more than 0 and -inf.
     """
 
     query: Tensor
@@ -25,6 +26,7 @@ class MaskedInputs(NamedTuple):
     added: Tensor | None
     visible: Tensor | None
     blind: Tensor | None
+    additive: bool
 
     def joined(self) -> Tensor | None:
         """The additive mask with the band in it, for a kernel that takes nothing beside a mask."""
@@ -45,7 +47,7 @@ def masked_inputs(
     """Query `[B, Sq, H, D]`, key and value `[B, Sk, Hkv, D]` and the masks of a call, ready for such a kernel."""
     seen = _seen(mask, key_padding_mask)
     if seen is None:
-        return MaskedInputs(query, key, value, None, None, None)
+        return MaskedInputs(query, key, value, None, None, None, False)
     left, right = edges(causal, window_size)
     visible = seen
     if left >= 0 or right >= 0:
@@ -59,6 +61,7 @@ def masked_inputs(
         _added(mask, key_padding_mask, seen, query.dtype),
         visible,
         blind,
+        mask is not None and mask.dtype != torch.bool,
     )
 
 

@@ -25,7 +25,7 @@ def run_native(
     **tensors: Tensor,
 ) -> AttentionResult:
     """One `forward_varlen` over the sequences that have both queries and keys; the others are answered by rule."""
-    if not sequences.empty:
+    if sequences.count and not sequences.empty:
         return _forward_varlen(backend, request, query, key, value, sequences, tensors)
     rest, rows, rows_k = sequences.memo(("alive", query.device), partial(_alive_rows, sequences, query.device))
     slopes = tensors.get("alibi_slopes")

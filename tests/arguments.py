@@ -65,12 +65,11 @@ def arguments(packed, dtype):
 
 def verdict(backend, packed, argument):
     """ "honoured", or "refused: " and the rule; AssertionError where the argument is neither."""
-    for dtype in DTYPES:
-        tensors, offsets = inputs(packed, dtype)
-        if not _refusals(backend, tensors, offsets):
-            break
-    else:
+    call_of = plain_call(backend, packed)
+    if call_of is None:
         return "-"
+    tensors, offsets = call_of
+    dtype = tensors[0].dtype
     given = arguments(packed, dtype)[argument]
     if argument == "grouped heads":
         tensors, _ = inputs(packed, dtype, kv_heads=KV_HEADS)
@@ -125,12 +124,22 @@ def backends_of(platform):
         return tuple(candidate.backend.name for candidate in explain(*tensors).considered)
 
 
-def has_hook(platform, backend, packed):
-    """Whether the backend takes such calls at all; a batched one takes packed calls by the padded route."""
+def plain_call(backend, packed):
+    """Tensors and offsets of a plain call that the backend takes on this platform, or None: it does not run there at
+    all, or has no such hook."""
+    for dtype in DTYPES:
+        tensors, offsets = inputs(packed, dtype)
+        refusals = _refusals(backend, tensors, offsets)
+        if not refusals:
+            return tensors, offsets
+        assert {refusal.rule for refusal in refusals} <= {"dtype", "device", "hook"}, [str(r) for r in refusals]
+    return None
+
+
+def has_calls(platform, backend, packed):
+    """Whether the table of that platform has a column for these calls of the backend."""
     with simulating(platform):
-        tensors, offsets = inputs(packed, torch.float16)
-        candidate = next(c for c in explain(*tensors, **offsets).considered if c.backend.name == backend)
-    return candidate.backend.implements("forward") or packed
+        return plain_call(backend, packed) is not None
 
 
 def cells():
@@ -141,7 +150,7 @@ def cells():
         for backend in backends_of(platform)
         for packed in (False, True)
         for argument in arguments(packed, torch.float32)
-        if has_hook(platform, backend, packed)
+        if has_calls(platform, backend, packed)
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal_attn.backend import AttentionMetadataBuilder, AttentionResult
+from hal_attn.backend import AttentionMetadataBuilder
 from hal_attn.capabilities import Capabilities
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel, with_sinks
 from hal_attn.refusal import Refusal
@@ -55,7 +54,6 @@ class AscendFusedBackend(BatchedKernel, PackedKernel):
         gradients=True,
         option_gradients=frozenset({"sinks"}),
     )
-    _additive = False
 
     def __init__(self, library: Any, architecture: Any) -> None:
         super().__init__(library, architecture)
@@ -85,19 +83,12 @@ class AscendFusedBackend(BatchedKernel, PackedKernel):
             return refusals
         return refusals + self.fusion.refusals(problem)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, **options: Any
-    ) -> AttentionResult:
-        if mask is not None and mask.dtype != torch.bool and not self._additive:
-            return self._with_additive_masks.forward(query, key, value, mask=mask, **options)
-        return super().forward(query, key, value, mask=mask, **options)
-
     def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
         problem = Problem.of_call(query, key, value, call)
         banded = call.left >= 0 or call.right >= 0
         triangle = self._triangle(query.device) if banded and call.masks is None else None
         if not self._infers(problem, query.device):
-            return self.fusion.run(query, key, value, call, triangle, self._additive)
+            return self.fusion.run(query, key, value, call, triangle)
         if call.sinks is None or self.inference.takes_sinks(call, value.shape[-1]):
             return self.inference.run(query, key, value, call, triangle)
         without = replace(call, sinks=None, needs_lse=True)
@@ -109,23 +100,8 @@ class AscendFusedBackend(BatchedKernel, PackedKernel):
     def metadata_builder(self) -> AttentionMetadataBuilder:
         return AscendMetadataBuilder()
 
-    def _around(
-        self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall, blind: Tensor | None, return_lse: bool
-    ) -> AttentionResult:
-        result = super()._around(query, key, value, call, blind, return_lse)
-        if not return_lse or blind is None or call.sinks is None:
-            return result
-        return result[0], torch.where(blind, call.sinks.float()[:, None], result[1])
-
     def _infers(self, problem: Problem, device: torch.device) -> bool:
         return generation_of(self.architecture(device)) in INFERENCE_GENERATIONS and self.inference.takes(problem)
-
-    @cached_property
-    def _with_additive_masks(self) -> AscendFusedBackend:
-        """This backend for calls with a float mask: the joined masks of a call do not say whether one is in them."""
-        other = copy.copy(self)
-        other._additive = True
-        return other
 
     def _triangle(self, device: torch.device) -> Tensor:
         """The mask of every triangle and band, whatever its size: bool, True above the diagonal; one a device."""

@@ -46,15 +46,13 @@ class FusionOperator:
         )
         return tuple(Refusal(name, str(have), f"at most {most}") for name, have, most in numbers if have > most)
 
-    def run(
-        self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall, triangle: Tensor | None, additive: bool
-    ) -> KernelResult:
-        """`triangle` for a band, None without one; `additive` where the masks hold a float mask."""
+    def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall, triangle: Tensor | None) -> KernelResult:
+        """`triangle` for a band, None without one."""
         metadata = call.metadata
         dim = max(query.shape[-1], value.shape[-1])
         options = {"scale": call.scale, "keep_prob": 1.0 - call.dropout_p, **_band(query, key, call, triangle)}
         if call.masks is not None:
-            options |= _masks(call.masks, additive, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+            options |= _masks(call.masks, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
         if isinstance(metadata, AscendMetadata):
             options |= {"actual_seq_qlen": list(metadata.ends_q), "actual_seq_kvlen": list(metadata.ends_k)}
             if self.softmax_layout:
@@ -107,12 +105,12 @@ def _band(query: Tensor, key: Tensor, call: KernelCall, triangle: Tensor | None)
     return {**options, "sparse_mode": 4, "pre_tockens": left, "next_tockens": right}
 
 
-def _masks(masks: MaskedInputs, additive: bool, full: tuple[int, int, int, int]) -> dict[str, object]:
+def _masks(masks: MaskedInputs, full: tuple[int, int, int, int]) -> dict[str, object]:
     """The masks and the band in one full mask (mode 1), and what a float mask adds as `pse`."""
     assert masks.visible is not None
     assert masks.blind is not None
     options: dict[str, object] = {"atten_mask": hidden_pairs(masks.visible, masks.blind, full), "sparse_mode": 1}
-    if additive:
+    if masks.additive:
         assert masks.added is not None
         pse = masks.added.masked_fill(torch.isneginf(masks.added), 0.0)
         # [B, H, 1, Sk], [1, H, Sq, Sk] and [B, H, Sq, Sk] are the shapes that it takes.

@@ -11,6 +11,7 @@ from torch import Tensor
 from hal_attn.capabilities import Capabilities
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult
 from hal_attn.portable.bias import joined_bias
+from hal_attn.portable.flash_rules import positive_scale_rule
 from hal_attn.portable.generation import capability_rule, compute_capability
 from hal_attn.portable.operators import aligned, wants_gradient
 from hal_attn.refusal import Refusal
@@ -29,7 +30,7 @@ class TorchCudnnBackend(BatchedKernel):
     a top-left triangle; one additive mask in the dtype of query, without a gradient, which takes causal and windows in;
     dropout not in cuDNN 9.11 to 9.13, nor with a single query; grouped heads as they are. The LSE is `[B, H, Sq, 1]`
     and must be asked for, for the backward pass too. It is not deterministic. What a row without keys gives is
-    undocumented, so that none is left in a mask.
+    undocumented, so that none is left in a mask. A scale below 0 gives NaN (seen with cuDNN 9.19 on an H200).
     """
 
     name = "torch_cudnn"
@@ -59,7 +60,7 @@ class TorchCudnnBackend(BatchedKernel):
     def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
         architecture = self.architecture(request.device)
         refusals = super().refusals(request) + capability_rule(architecture, 80, "cuDNN's attention")
-        refusals += self._head_dim_rule(request, compute_capability(architecture))
+        refusals += self._head_dim_rule(request, compute_capability(architecture)) + positive_scale_rule(request)
         if request.mask == "none" and not request.key_padding_mask:
             refusals += self._band_rules(request)
         if request.dropout_p > 0 and (request.packed or request.seqlen_q == 1):

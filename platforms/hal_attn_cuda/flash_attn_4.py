@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hal_attn.capabilities import Capabilities
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
+from hal_attn.portable.flash_rules import positive_scale_rule
 from hal_attn.portable.generation import capability_rule, compute_capability
 from hal_attn.portable.operators import aligned
 from hal_attn.refusal import Refusal
@@ -29,8 +30,8 @@ class FlashAttention4Backend(BatchedKernel, PackedKernel):
     own, in the kernels of sm9x to sm11x. No dropout, no ALiBi. It always returns a pair; the LSE's gradient counts. A
     row without keys gives LSE -inf, or its sink.
 
-    There is no backward pass on sm8x, none that is deterministic on sm12x, and the one for head dim 256 on sm10x takes
-    neither softcap, sinks nor the LSE's gradient.
+    A scale of 0 or below gives NaN (seen on an H200). There is no backward pass on sm8x, none that is deterministic on
+    sm12x, and the one for head dim 256 on sm10x takes neither softcap, sinks nor the LSE's gradient.
     """
 
     name = "flash_attn_4"
@@ -57,6 +58,7 @@ class FlashAttention4Backend(BatchedKernel, PackedKernel):
     def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
         architecture = self.architecture(request.device)
         refusals = super().refusals(request) + capability_rule(architecture, 80, "FlashAttention 4")
+        refusals += positive_scale_rule(request)
         capability = compute_capability(architecture)
         return refusals if capability is None else refusals + _generation_rules(request, capability // 10)
 

@@ -26,16 +26,6 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("release", found)
 
 
-def pytest_collection_modifyitems(config, items):
-    """Without `-m`, tests that need a device are left out; with `-m ascend` they run, and fail where there is none."""
-    if config.option.markexpr:
-        return
-    away = [item for item in items if item.get_closest_marker("ascend") is not None]
-    if away:
-        config.hook.pytest_deselected(items=away)
-        items[:] = [item for item in items if item.get_closest_marker("ascend") is None]
-
-
 @pytest.fixture
 def simulate(monkeypatch, request):
     """Choose the simulated device for this test; returns its platform."""

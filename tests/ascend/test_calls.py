@@ -72,6 +72,18 @@ def test_a_triangle_made_in_inference_mode_serves_training(simulate):
     run(dense(1, 5, **HALF), True, causal=True).sum().backward()
 
 
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_rows_without_keys_are_made_valid_where_there_are_any(simulate, calls, wants_grad):
+    simulate()
+    for lengths in ((5, 5), (7, 5), (1, 5)):
+        for options in ({"causal": True}, {"window_size": (2, 0)}):
+            run(dense(1, *lengths, **HALF), wants_grad, **options)
+    for lengths in ([5, 2], [5, 9]):
+        *rows, sequences = packed(lengths, [5, 8], **HALF)
+        run(rows, wants_grad, sequences=sequences, causal=True)
+    assert [call["inner_precise"] for call in calls] == [0, 0, 2, 2, 0, 0, 0, 2]
+
+
 def test_310p_gets_masks_of_2048_queries_at_most(simulate, calls):
     simulate("Ascend310P3")
     inputs = dense(1, 2050, 2053, heads=1, head_dim=16, **HALF)

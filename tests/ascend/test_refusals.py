@@ -1,7 +1,10 @@
 """Each refusal of an Ascend backend, with its reason."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from hal_attn_ascend.platform import AscendPlatform
 
 from hal_attn import PackedSequences, UnsupportedAttentionError, attention, explain, varlen_attention
 from tests.support import dense, packed, randn
@@ -63,6 +66,31 @@ def test_one_limit_is_no_refusal_where_another_operator_has_none(simulate):
     assert "at most 1024" in reasons("ascend_fa", (query, key, value), sequences=sequences, causal=True)["batch"]
 
 
+@pytest.mark.parametrize(
+    ("generation", "dtype", "hint"),
+    [
+        ("Ascend910B1", torch.float64, "tensor.float()"),
+        ("Ascend310P3", torch.float64, "tensor.float()"),
+        ("Ascend310P3", torch.bfloat16, "tensor.half()"),
+    ],
+)
+def test_what_no_backend_of_the_platform_can_do(simulate, generation, dtype, hint):
+    platform = simulate(generation)
+    (rule,) = platform.validate(explain(*dense(dtype=dtype)).request)
+    assert rule.rule == "dtype"
+    assert hint in rule.hint
+    assert not platform.validate(explain(*dense(dtype=torch.float16)).request)
+
+
+def test_the_device_is_asked_once_for_its_name(monkeypatch):
+    asked = []
+    runtime = SimpleNamespace(get_device_name=lambda index: asked.append(index) or "Ascend910B2")
+    monkeypatch.setattr(torch, "npu", runtime, raising=False)
+    platform = AscendPlatform()
+    assert {platform.architecture(torch.device("meta", 1)) for _ in range(3)} == {"Ascend910B2"}
+    assert asked == [1]
+
+
 def test_a_mask_or_slopes_that_want_gradients(simulate):
     simulate()
     inputs = dense(**HALF)
@@ -98,5 +126,5 @@ def test_empty_sequences_that_only_the_device_knows(simulate):
     query, key, value = (tensor[0] for tensor in dense(1, 7, **HALF))
     offsets = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
     unknown = PackedSequences.from_device_offsets(offsets, offsets, 4, 4)
-    with pytest.raises(ValueError, match="sequence 1 with 0 queries and 0 keys.*cu_seqlens_host"):
+    with pytest.raises(ValueError, match=r"sequence 1 with 0 queries and 0 keys.*cu_seqlens_host"):
         varlen_attention(query, key, value, sequences=unknown, backend=backend.name)

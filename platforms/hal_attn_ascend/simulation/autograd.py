@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 # Arguments that the two operators call by the same name.
-SHARED = {"padding_mask", "atten_mask", "keep_prob", "pre_tockens", "next_tockens", "inner_precise", "prefix"}
+SHARED = {"keep_prob", "pre_tockens", "next_tockens", "inner_precise", "prefix"}
 SHARED |= {"actual_seq_qlen", "actual_seq_kvlen", "sparse_mode", "gen_mask_parallel", "sync", "softmax_layout"}
 
 
@@ -40,16 +40,18 @@ class _Fusion(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             results: tuple[Any, ...] = namespace.npu_fusion_attention(**given)
         output, softmax_max, softmax_sum, softmax_in, seed, offset, numels = results
-        ctx.save_for_backward(query, key, value, sink, output, softmax_max, softmax_sum, softmax_in)  # type: ignore[arg-type]
+        tensors = (query, key, value, sink, output, softmax_max, softmax_sum, softmax_in)
+        ctx.save_for_backward(*tensors, given["pse"], given["atten_mask"])  # type: ignore[arg-type]
         ctx.mark_non_differentiable(softmax_max, softmax_sum, softmax_in)
-        ctx.more = (namespace, given, {"seed": seed, "offset": offset, "numels": numels})  # type: ignore[attr-defined]
+        plain = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+        ctx.more = (namespace, plain, {"seed": seed, "offset": offset, "numels": numels})  # type: ignore[attr-defined]
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # type: ignore[attr-defined]
-        query, key, value, sink, output, softmax_max, softmax_sum, softmax_in = saved
+        query, key, value, sink, output, softmax_max, softmax_sum, softmax_in, pse, atten_mask = saved
         namespace, given, dropout = ctx.more  # type: ignore[attr-defined]
         options = {name: value for name, value in given.items() if name in SHARED}
         if sink is not None:
@@ -61,7 +63,8 @@ class _Fusion(torch.autograd.Function):
             dy.contiguous(),
             given["head_num"],
             given["input_layout"],
-            pse=given["pse"],
+            pse=pse,
+            atten_mask=atten_mask,
             softmax_max=softmax_max,
             softmax_sum=softmax_sum,
             softmax_in=softmax_in,

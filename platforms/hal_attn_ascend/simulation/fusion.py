@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hal_attn_ascend.generations import Generation
 from hal_attn_ascend.simulation import layouts
-from hal_attn_ascend.simulation.device import CURRENT, LONGEST, require, require_generation
+from hal_attn_ascend.simulation.device import CURRENT, require, require_generation
 from hal_attn_ascend.simulation.numbers import Sequence, gradients, softmax
 
 NAME = "npu_fusion_attention"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+Arguments = dict[str, Any]
 Ends = SequenceOf[int] | None
+# What the operators call the fields of Options, where both say the same and every release has it.
+NAMES = {"heads": "head_num", "layout": "input_layout", "before": "pre_tockens", "after": "next_tockens"}
+NAMES |= {"ends_q": "actual_seq_qlen", "ends_k": "actual_seq_kvlen", "mode": "sparse_mode"}
+NAMES |= {"keep_prob": "keep_prob", "inner_precise": "inner_precise"}
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]
 
 
 class Options(NamedTuple):
-    """What forward and backward share, with the defaults of the operator."""
+    """What forward and backward share."""
 
     heads: int
     layout: str
@@ -35,146 +40,67 @@ class Options(NamedTuple):
     softmax_layout: str
     seed: int
 
+    @classmethod
+    def of(cls, arguments: Arguments, scale: str) -> Options:
+        """From the arguments by name; `scale` is what the operator calls it, and old releases lack the last two."""
+        given = {to: arguments[name] for to, name in NAMES.items()}
+        layout, seed = arguments.get("softmax_layout", ""), arguments.get("seed", 0)
+        return cls(scale=arguments[scale], softmax_layout=layout, seed=seed, **given)
 
-def npu_fusion_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    head_num: int,
-    input_layout: str,
-    pse: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    atten_mask: Tensor | None = None,
-    scale: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tockens: int = LONGEST,
-    next_tockens: int = LONGEST,
-    inner_precise: int = 0,
-    prefix: Ends = None,
-    actual_seq_qlen: Ends = None,
-    actual_seq_kvlen: Ends = None,
-    sparse_mode: int = 0,
-    gen_mask_parallel: bool = True,
-    sync: bool = False,
-    softmax_layout: str = "",
-    sink: Tensor | None = None,
-    dropout_mask: Tensor | None = None,
-    seed: int = 0,
-    offset: int = 0,
-) -> Forward:
-    """Seven results: output, maximum and sum (each number eight times), a placeholder, and the dropout's numbers."""
+
+def forward(arguments: Arguments) -> Forward:
+    """`npu_fusion_attention` with all its arguments by name. Seven results: output, maximum and sum (each number eight
+    times), a placeholder, and the dropout's seed, offset and size."""
     require_generation(NAME, Generation.A2, Generation.A3, Generation.ASCEND_950)
-    require(padding_mask is None and prefix is None and dropout_mask is None, NAME, "not simulated")
-    if keep_prob < 1.0 and seed == 0:
-        seed = int(torch.randint(1, 2**31, ()))
-    options = Options(
-        head_num,
-        input_layout,
-        scale,
-        keep_prob,
-        pre_tockens,
-        next_tockens,
-        inner_precise,
-        actual_seq_qlen,
-        actual_seq_kvlen,
-        sparse_mode,
-        softmax_layout,
-        seed,
-    )
-    _check(query, key, value, pse, atten_mask, sink, options)
+    for name in ("padding_mask", "prefix", "dropout_mask"):
+        require(arguments.get(name) is None, NAME, f"{name} is not simulated")
+    options = Options.of(arguments, "scale")
+    if options.keep_prob < 1.0 and options.seed == 0:
+        options = options._replace(seed=int(torch.randint(1, 2**31, ())))
+    _check(arguments, options)
     parts, maxima, sums = [], [], []
-    for sequence in _sequences(query, key, value, pse, atten_mask, sink, options):
+    for sequence in _sequences(arguments, options):
         more = sequence.query.shape[1] > sequence.key.shape[1]
-        valid = inner_precise == 2 or (sparse_mode == 3 and more)
+        valid = options.inner_precise == 2 or (options.mode == 3 and more)
         result = softmax(sequence, CURRENT.get().empty_lse, valid)
         parts.append(result.output)
         maxima.append(result.maximum)
         sums.append(result.total)
-    output = layouts.in_layout(parts, input_layout).to(query.dtype)
+    query = arguments["query"]
+    output = layouts.in_layout(parts, options.layout).to(query.dtype)
     numbers = (_eightfold(maxima, options), _eightfold(sums, options))
-    return output, *numbers, query.new_empty(0), seed, 0, output.numel() if keep_prob < 1.0 else 0
+    return output, *numbers, query.new_empty(0), options.seed, 0, output.numel() if options.keep_prob < 1.0 else 0
 
 
-def npu_fusion_attention_grad(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dy: Tensor,
-    head_num: int,
-    input_layout: str,
-    *,
-    pse: Tensor | None = None,
-    padding_mask: Tensor | None = None,
-    atten_mask: Tensor | None = None,
-    softmax_max: Tensor | None = None,
-    softmax_sum: Tensor | None = None,
-    softmax_in: Tensor | None = None,
-    attention_in: Tensor | None = None,
-    scale_value: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tockens: int = LONGEST,
-    next_tockens: int = LONGEST,
-    inner_precise: int = 0,
-    seed: int = 0,
-    offset: int = 0,
-    numels: int = 0,
-    prefix: Ends = None,
-    actual_seq_qlen: Ends = None,
-    actual_seq_kvlen: Ends = None,
-    sparse_mode: int = 0,
-    gen_mask_parallel: bool = True,
-    sync: bool = False,
-    softmax_layout: str = "",
-    sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value, pse (not simulated: empty) and sink."""
-    assert softmax_max is not None
-    assert softmax_sum is not None
-    assert attention_in is not None
-    options = Options(
-        head_num,
-        input_layout,
-        scale_value,
-        keep_prob,
-        pre_tockens,
-        next_tockens,
-        inner_precise,
-        actual_seq_qlen,
-        actual_seq_kvlen,
-        sparse_mode,
-        softmax_layout,
-        seed,
-    )
+def gradient(arguments: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`npu_fusion_attention_grad` with all its arguments by name: gradients of query, key, value, pse (not simulated:
+    empty) and sink, from what the forward pass left."""
+    options = Options.of(arguments, "scale_value")
+    query, key, sink = arguments["query"], arguments["key"], arguments.get("sink")
     parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     of_sink = torch.zeros(0) if sink is None else torch.zeros_like(sink)
     saved = zip(
-        _sequences(query, key, value, pse, atten_mask, sink, options),
-        layouts.heads_first(dy, input_layout, actual_seq_qlen),
-        layouts.heads_first(attention_in, input_layout, actual_seq_qlen),
-        _onefold(softmax_max, options),
-        _onefold(softmax_sum, options),
+        _sequences(arguments, options),
+        layouts.heads_first(arguments["dy"], options.layout, options.ends_q),
+        layouts.heads_first(arguments["attention_in"], options.layout, options.ends_q),
+        _onefold(arguments["softmax_max"], options),
+        _onefold(arguments["softmax_sum"], options),
         strict=True,
     )
-    group = head_num // layouts.lengths_of(key, input_layout)[1]
+    group = options.heads // layouts.lengths_of(key, options.layout)[1]
     for sequence, of_output, output, maximum, total in saved:
         found = gradients(sequence, of_output.float(), output.float(), maximum, total)
         parts[0].append(found.query)
         parts[1].append(found.key.unflatten(0, (-1, group)).sum(1))
         parts[2].append(found.value.unflatten(0, (-1, group)).sum(1))
         of_sink = of_sink if found.sink is None else of_sink + found.sink
-    first, second, third = (layouts.in_layout(part, input_layout).to(query.dtype) for part in parts)
+    first, second, third = (layouts.in_layout(part, options.layout).to(query.dtype) for part in parts)
     return first, second, third, query.new_empty(0), of_sink
 
 
-def _sequences(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pse: Tensor | None,
-    atten_mask: Tensor | None,
-    sink: Tensor | None,
-    options: Options,
-) -> list[Sequence]:
+def _sequences(arguments: Arguments, options: Options) -> list[Sequence]:
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    pse, atten_mask, sink = (arguments.get(name) for name in ("pse", "atten_mask", "sink"))
     queries = layouts.heads_first(query, options.layout, options.ends_q)
     keys = layouts.heads_first(key, options.layout, options.ends_k)
     values = layouts.heads_first(value, options.layout, options.ends_k)
@@ -217,15 +143,9 @@ def _onefold(numbers: Tensor, options: Options) -> list[Tensor]:
     return [block.view(options.heads, -1) for block in blocks]
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pse: Tensor | None,
-    mask: Tensor | None,
-    sink: Tensor | None,
-    options: Options,
-) -> None:
+def _check(arguments: Arguments, options: Options) -> None:
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    pse, mask, sink = (arguments.get(name) for name in ("pse", "atten_mask", "sink"))
     require(options.layout in ("BSND", "BNSD", "TND"), NAME, f"input_layout {options.layout!r} is not simulated")
     packed = options.layout == "TND"
     require(query.dim() == (3 if packed else 4), NAME, f"{query.dim()} dimensions in layout {options.layout}")

@@ -98,8 +98,8 @@ def _of_torch_npu() -> tuple[Any, torch.library.Library]:
 def _implement(library: torch.library.Library, namespace: str, names: tuple[str, ...]) -> None:
     """CPU kernels for the operators of these names, and the gradient of `npu_fusion_attention`."""
     kernels: dict[str, Callable[[dict[str, Any]], Any]] = {
-        FUSION: lambda given: fusion.npu_fusion_attention(**given),
-        f"{FUSION}_grad": lambda given: fusion.npu_fusion_attention_grad(**given),
+        FUSION: fusion.forward,
+        f"{FUSION}_grad": fusion.gradient,
         "npu_fused_infer_attention_score": inference.first_version,
         "npu_fused_infer_attention_score_v2": inference.second_version,
         "npu_prompt_flash_attention": prompt.prompt,
