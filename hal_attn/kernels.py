@@ -167,7 +167,7 @@ class KernelBackend(RingBackend):
         if self.one_head_dim:
             dim = value_dim = max(dim, value_dim)
         dim, value_dim = (-(-d // self.head_dim_multiple) * self.head_dim_multiple for d in (dim, value_dim))
-        return _to_dim(query, dim), _to_dim(key, dim), _to_dim(value, value_dim)
+        return to_head_dim(query, dim), to_head_dim(key, dim), to_head_dim(value, value_dim)
 
     def _check(self, call: KernelCall) -> None:
         """A hook called by hand may name an option that was never claimed; it is refused, not dropped."""
@@ -293,5 +293,6 @@ def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tens
     return (output * share).to(output.dtype), joined
 
 
-def _to_dim(tensor: Tensor, dim: int) -> Tensor:
+def to_head_dim(tensor: Tensor, dim: int) -> Tensor:
+    """`[..., D]` with zeros up to `dim`."""
     return tensor if tensor.shape[-1] == dim else F.pad(tensor, (0, dim - tensor.shape[-1]))

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from hal_attn.capabilities import Capabilities
 from hal_attn.errors import UnsupportedAttentionError
-from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
+from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel, to_head_dim
+from hal_attn.masks import edges
+from hal_attn.packing import PackedSequences
 from hal_attn.portable.flash_rules import longest_lengths, positive_scale_rule, window_rule
 from hal_attn.portable.generation import capability_rule, compute_capability, flash2_backward_rule
 from hal_attn.portable.lse import packed_lse
@@ -19,6 +21,7 @@ from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 
 OPERATOR = "_flash_attention_forward"
+BACKWARD = "_flash_attention_backward"
 
 
 class TorchFlashBackend(BatchedKernel, PackedKernel):
@@ -74,11 +77,7 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
         self._check_swapped(query, call)
-        options: dict[str, Any] = {"scale": call.scale}
-        if call.left >= 0:
-            options["window_size_left"] = call.left
-        if call.right > 0:
-            options["window_size_right"] = call.right
+        options: dict[str, Any] = {"scale": call.scale, **_window(call.left, call.right)}
         offsets: tuple[Tensor | None, Tensor | None] = (None, None)
         lengths = (query.shape[1], key.shape[1])
         if call.metadata is not None:
@@ -93,6 +92,40 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
             lse = packed_lse(lse, call.metadata.sequences, query.shape[0])
         return output, lse
 
+    def backward_varlen(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        *,
+        sequences: PackedSequences,
+        scale: float,
+        causal: bool,
+        window_size: tuple[int, int] | None,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """By aten `_flash_attention_backward`, which takes the LSE of the whole result as it takes its own."""
+        if deterministic or active_flash_impl() is not None or not hasattr(self.library, BACKWARD):
+            return None
+        left, right = edges(causal, window_size)
+        dims = query.shape[-1], value.shape[-1]
+        query, key, value = self._padded(query, key, value)
+        grad_output, output = (to_head_dim(tensor, value.shape[-1]) for tensor in (grad_output, output))
+        rows = [aligned(tensor, self.head_dim_multiple) for tensor in (grad_output, query, key, value, output)]
+        # The kernel's own mark of a row without keys is +inf: it makes every weight of the row 0.
+        whole = lse.masked_fill(torch.isneginf(lse), torch.inf).contiguous()
+        offsets = sequences.offsets(query.device)
+        lengths = longest_lengths(sequences, KernelCall(scale=scale, left=left, right=right))
+        # Without dropout nothing is read from the random state.
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        options = {"scale": scale, **_window(left, right)}
+        operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = getattr(self.library, BACKWARD)
+        found = operator(*rows, whole, *offsets, *lengths, 0.0, right == 0, state, state[:0], **options)
+        return found[0][..., : dims[0]], found[1][..., : dims[0]], found[2][..., : dims[1]]
+
     def _check_swapped(self, query: Tensor, call: KernelCall) -> None:
         active = active_flash_impl()
         if active is None:
@@ -101,6 +134,11 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
         if refusals:
             message = f"{self.name}: {active} was activated behind it since this call was bound"
             raise UnsupportedAttentionError(message, [(self.name, refusals)])
+
+
+def _window(left: int, right: int) -> dict[str, int]:
+    edges_given = {"window_size_left": left >= 0, "window_size_right": right > 0}
+    return {name: edge for (name, given), edge in zip(edges_given.items(), (left, right), strict=True) if given}
 
 
 def _swapped_rules(active: str | None, architecture: str, dropout_p: float, dim: int) -> tuple[Refusal, ...]:

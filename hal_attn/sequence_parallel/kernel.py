@@ -13,10 +13,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from hal_attn.backend import AttentionBackend
 from hal_attn.chunked import chunked_gradients
-from hal_attn.functional import attention, explain, select_backend, varlen_attention
+from hal_attn.functional import attention, explain, varlen_attention
 from hal_attn.sequence_parallel.blocks import Band
 from hal_attn.sequence_parallel.work import Call, RowSet
+from hal_attn.settings import fingerprint
 
 
 class Given(NamedTuple):
@@ -82,10 +84,6 @@ class LocalKernel(ABC):
     def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str]:
         """Names of the backends that take every call of this rank, best first; tensors are shapes only."""
 
-    def told(self) -> object:
-        """What ranks compare of the masks."""
-        return None
-
 
 @dataclass(frozen=True)
 class PackedKernel(LocalKernel):
@@ -143,10 +141,21 @@ def _shaped(tensor: Tensor, rows: int) -> Tensor:
 def _packed_gradients(
     call: Call, rows: tuple[Tensor, Tensor, Tensor], given: Given, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if settings.backend is not None and settings.softcap == 0 and given.grad_lse is None:
-        found = _vendor_gradients(call, rows, given, settings)
-        if found is not None:
-            return found
+    if settings.softcap == 0 and given.grad_lse is None:
+        for backend in _with_backward(call, rows, settings):
+            found = backend.backward_varlen(
+                given.grad_output,
+                *rows,
+                given.output,
+                given.lse,
+                sequences=call.sequences,
+                scale=settings.scale,
+                causal=call.causal,
+                window_size=call.window_size,
+                deterministic=settings.deterministic,
+            )
+            if found is not None:
+                return found
     lengths, lengths_k = list(call.sequences.lengths), list(call.sequences.lengths_k)
     parts = [tensor.split(length) for tensor, length in zip(rows, (lengths, lengths_k, lengths_k), strict=True)]
     parts += [given.output.split(lengths), given.lse.split(lengths, 1)]
@@ -165,22 +174,21 @@ def _packed_gradients(
     return query, key, value
 
 
-def _vendor_gradients(
-    call: Call, rows: tuple[Tensor, Tensor, Tensor], given: Given, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    with torch.no_grad():
-        backend = select_backend(*rows, sequences=call.sequences, backend=settings.backend)
-    return backend.backward_varlen(
-        given.grad_output,
-        *rows,
-        given.output,
-        given.lse,
-        sequences=call.sequences,
-        scale=settings.scale,
-        causal=call.causal,
-        window_size=call.window_size,
-        deterministic=settings.deterministic,
-    )
+def _with_backward(call: Call, rows: tuple[Tensor, Tensor, Tensor], settings: Settings) -> tuple[AttentionBackend, ...]:
+    """Backends of this platform that take the call and have a backward pass for some of the keys, the fastest first; an
+    inference kernel may have made the output."""
+
+    def find() -> tuple[AttentionBackend, ...]:
+        options = {"causal": call.causal, "window_size": call.window_size, "scale": settings.scale}
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in rows]
+            selection = explain(*leaves, sequences=call.sequences, **options)  # type: ignore[arg-type]
+        able = (candidate.backend for candidate in selection.considered if not candidate.refusals)
+        none = AttentionBackend.backward_varlen
+        return tuple(backend for backend in able if type(backend).backward_varlen is not none)
+
+    shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in rows)
+    return call.sequences.memo(("backward", shapes, settings.scale, fingerprint()), find)
 
 
 @dataclass(frozen=True)
@@ -268,10 +276,6 @@ class MaskedKernel(LocalKernel):
             able = [candidate.backend.name for candidate in selection.considered if not candidate.refusals]
             names = able if names is None else [name for name in names if name in able]
         return names or []
-
-    def told(self) -> object:
-        shape = None if self.mask is None else (str(self.mask.dtype), tuple(self.mask.shape))
-        return shape, self.key_padding_mask is not None
 
     def _rows(self, where: MaskedHop, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._batched(query, where.queries), self._batched(key, where.keys), self._batched(value, where.keys)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hal_attn.simulation.attention import Attended, Band, attend, attend_packed
+from hal_attn.simulation.attention import Attended, Band, attend, attend_packed, partial_gradients_packed
 from hal_attn.simulation.flash_attn import check_offsets, flash_band
 
 FlashResult = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -57,8 +57,7 @@ class SimulatedAten:
         must(seqused_k is None and block_table is None, "the simulation has no paged keys")
         must(alibi_slopes is None, "This flash attention build does not support alibi.")
         _check_flash(query, key, value)
-        window = tuple(-1 if edge is None else edge for edge in (window_size_left, window_size_right))
-        band = flash_band(is_causal, window, max_k)  # type: ignore[arg-type]
+        band = _flash_band(is_causal, window_size_left, window_size_right, max_k)
         options = {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "dropout_p": dropout_p}
         if cum_seq_q is None or cum_seq_k is None:
             visible = band.visible(query.shape[1], key.shape[1])
@@ -69,6 +68,42 @@ class SimulatedAten:
         state = torch.zeros(2, dtype=torch.uint64)
         nothing = torch.empty(0, dtype=query.dtype)
         return attended.output, attended.lse_with(self.flash_empty_lse).detach(), state, state[0], nothing
+
+    def _flash_attention_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        cum_seq_q: Tensor,
+        cum_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        rng_state: Tensor,
+        unused: Tensor,
+        *,
+        scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        must(dropout_p == 0.0, "the simulation keeps no random state")
+        _check_flash(query, key, value)
+        offsets = (host_offsets(cum_seq_q, max_q), host_offsets(cum_seq_k, max_k))
+        return partial_gradients_packed(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            logsumexp,
+            *offsets,
+            band=_flash_band(is_causal, window_size_left, window_size_right, max_k),
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        )
 
     def _efficient_attention_forward(
         self,
@@ -132,6 +167,10 @@ def host_offsets(offsets: Tensor, longest: int) -> list[int]:
 def with_gradient_of(function: Tensor, values: Tensor) -> Tensor:
     """`values`, with the gradient of `function`: a kernel whose backward pass leaves out an option."""
     return function + (values - function).detach()
+
+
+def _flash_band(causal: bool, left: int | None, right: int | None, longest_k: int) -> Band:
+    return flash_band(causal, (-1 if left is None else left, -1 if right is None else right), longest_k)
 
 
 def _visible(band: Band, custom_mask_type: int, seqlen_q: int, seqlen_k: int) -> Tensor:

@@ -116,3 +116,35 @@ def attend_packed(
         torch.cat([part.lse[0] for part in parts], 1),
         torch.cat([part.empty[0] for part in parts], 1),
     )
+
+
+def partial_gradients_packed(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    offsets: Sequence[int],
+    offsets_k: Sequence[int],
+    *,
+    band: Band,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value in their dtype, as a kernel's backward pass computes them from the output and
+    the LSE `[H, Tq]` that it is given, whichever keys these came from; +inf there makes every weight of a row 0."""
+    grads = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (query, key, value)]
+    group = query.shape[1] // key.shape[1]
+    pairs = zip(itertools.pairwise(offsets), itertools.pairwise(offsets_k), strict=True)
+    for (begin, end), (begin_k, end_k) in pairs:
+        q, out, upstream = (t[begin:end].float().transpose(0, 1) for t in (query, output, grad_output))
+        k, v = (t[begin_k:end_k].float().transpose(0, 1).repeat_interleave(group, 0) for t in (key, value))
+        hidden = ~band.visible(end - begin, end_k - begin_k)
+        weights = torch.exp(q @ k.transpose(1, 2) * scale - lse[:, begin:end, None]).masked_fill(hidden, 0.0)
+        delta = (upstream * out).sum(-1, keepdim=True)
+        scores = weights * (upstream @ v.transpose(1, 2) - delta)
+        found = (scores @ k * scale, scores.transpose(1, 2) @ q * scale, weights.transpose(1, 2) @ upstream)
+        grads[0][begin:end] = found[0].transpose(0, 1)
+        for grad, part in zip(grads[1:], found[1:], strict=True):
+            grad[begin_k:end_k] = part.unflatten(0, (-1, group)).sum(1).transpose(0, 1)
+    return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from hal_attn.capabilities import Capabilities
-from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
+from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel, to_head_dim
+from hal_attn.masks import edges
+from hal_attn.packing import PackedSequences
 from hal_attn.portable.flash_rules import positive_scale_rule
 from hal_attn.portable.generation import capability_rule, compute_capability
 from hal_attn.portable.operators import aligned
@@ -87,6 +89,47 @@ class FlashAttention4Backend(BatchedKernel, PackedKernel):
             **options,
         )
         return output, lse
+
+    def backward_varlen(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        *,
+        sequences: PackedSequences,
+        scale: float,
+        causal: bool,
+        window_size: tuple[int, int] | None,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """By the function that its own backward pass ends in, which takes the LSE of the whole result as its own."""
+        function = getattr(getattr(self.library, "interface", None), "_flash_attn_bwd", None)
+        generation = (compute_capability(self.architecture(query.device)) or 0) // 10
+        if function is None or generation == 8 or (deterministic and generation == 12):
+            return None
+        left, right = edges(causal, window_size)
+        dims = query.shape[-1], value.shape[-1]
+        query, key, value = self._padded(query, key, value)
+        output, grad_output = (to_head_dim(tensor, value.shape[-1]) for tensor in (output, grad_output))
+        rows = [aligned(tensor, self.head_dim_multiple) for tensor in (query, key, value, output, grad_output)]
+        cu_seqlens, cu_seqlens_k = sequences.offsets(query.device)
+        found = function(
+            *rows,
+            lse.contiguous(),
+            softmax_scale=scale,
+            causal=left < 0 and right == 0,
+            window_size_left=left if left >= 0 else None,
+            window_size_right=right if right > 0 or (right == 0 and left >= 0) else None,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=sequences.max_seqlen,
+            max_seqlen_k=sequences.max_seqlen_k,
+            deterministic=deterministic,
+        )
+        return found[0][..., : dims[0]], found[1][..., : dims[0]], found[2][..., : dims[1]]
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if (query.shape[-1], value.shape[-1]) == LATENT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from hal_attn.portable.generation import compute_capability
 from hal_attn.simulation.aten import ALIGNMENT, host_offsets
 from hal_attn.simulation.attention import Band, attend, attend_packed
+from hal_attn_cuda.simulated.flash_attn_4_backward import simulated_interface
 
 Result = tuple[Tensor, Tensor | None]
 Window = tuple[int | None, int | None]
@@ -29,6 +31,11 @@ class SimulatedFlashAttention4:
 
     generation: str
     empty_lse: float
+
+    @property
+    def interface(self) -> SimpleNamespace:
+        """The module behind it, with the backward function."""
+        return simulated_interface(self.generation)
 
     def flash_attn_func(
         self,
