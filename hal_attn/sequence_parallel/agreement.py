@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from hal_attn.errors import HalAttnError, InvalidAttentionInputError, shortened
+from hal_attn.errors import InvalidAttentionInputError, shortened
 
 T = TypeVar("T")
 
@@ -20,15 +20,15 @@ def agreed(
     Names that begin with "_" are told, and may differ. One exchange of host objects.
 
     Raises:
-        HalAttnError: what `make` raised here, or that it raised elsewhere.
-        InvalidAttentionInputError: naming what differs, and each rank's value.
+        Exception: what `make` raised here.
+        InvalidAttentionInputError: what it raised elsewhere; or naming what differs, and each rank's value.
     """
     made: T | None = None
-    failure: HalAttnError | None = None
+    failure: Exception | None = None
     try:
         made = make()
         own = dict(describe(made))
-    except HalAttnError as error:
+    except Exception as error:  # whatever it is, the others must not wait
         failure, own = error, {"error": f"{type(error).__name__}: {error}"}
     found: list[Mapping[str, object]] = [own]
     if group is not None and dist.get_world_size(group) > 1:

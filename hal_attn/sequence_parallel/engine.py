@@ -82,23 +82,26 @@ class Engine:
         """(output `[T, H, Dv]`, LSE `[H, T]`) of this rank's tokens, and what `backward` needs."""
         split = HeadSplit(query.shape[1], key.shape[1], self.ranks)
         plans = self._turns(split)
-        arriving = self._there(split, plans, 0, (query, key, value))
+        arriving = self._there(plans, 0, (query, key, value))
         turns: list[Turn] = []
         leaving: list[Arriving] = []
+        results = self._results(split, value)
         for index, shares in enumerate(plans):
             q, k, v = arriving.wait()
             if index + 1 < len(plans):
-                arriving = self._there(split, plans, index + 1, (query, key, value))
-            share = shares[self._coordinate]
-            turns.append(self._attend(kernel, settings, share, q, k, v, sinks))
-            leaving.append(self._back_states(split, shares, turns[-1]))
-        parts = [states.wait() for states in leaving]
-        if len(parts) == 1:
-            output, lse = parts[0]
-        else:
-            # Each turn wrote its own heads, and left 0 in the others.
-            output, lse = (torch.stack([part[index] for part in parts]).sum(0) for index in range(2))
+                arriving = self._there(plans, index + 1, (query, key, value))
+            turns.append(self._attend(kernel, settings, shares[self._coordinate], q, k, v, sinks))
+            leaving.append(self._back_states(shares, turns[-1], results))
+        output, lse = [states.wait() for states in leaving][-1]
         return output, lse.squeeze(-1).transpose(0, 1), turns
+
+    def _results(self, split: HeadSplit, value: Tensor) -> list[Tensor]:
+        """Output `[T, H, Dv]` and LSE `[T, H, 1]`, to be filled turn by turn; nothing where no heads are exchanged."""
+        if self.heads is None:
+            return []
+        shape = (self.queries.total, split.heads)
+        lse = torch.zeros(*shape, 1, dtype=torch.float32, device=value.device)
+        return [value.new_zeros(*shape, value.shape[2]), lse]
 
     def _attend(
         self,
@@ -110,7 +113,7 @@ class Engine:
         value: Tensor,
         sinks: Tensor | None,
     ) -> Turn:
-        states = PartialStates(self.rows_q, query.shape[1], value.shape[2], query.dtype, query.device)
+        states = PartialStates(self.rows_q, query.shape[1], value.shape[2], query.device)
         heads = slice(*share.queries)
         read_k, read_v = _read(key, share), _read(value, share)
 
@@ -136,7 +139,7 @@ class Engine:
         gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(gathered, packed, group=self.group)
         rows, heads, dim = own[0].shape
-        joined = PartialStates(rows, heads, dim, torch.float32, packed.device)
+        joined = PartialStates(rows, heads, dim, packed.device)
         everything = RowSet(rows)
         for part in gathered:
             joined.add(everything, part[..., :-1], part[..., -1].transpose(0, 1))
@@ -157,7 +160,7 @@ class Engine:
         split = HeadSplit(*sizes, self.ranks)
         plans = self._turns(split)
         arriving = self._there_gradients(plans, 0, grads)
-        totals: list[Tensor] = []
+        totals = self._gradient_totals(split, turns[0])
         sink_grad = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         for index, (shares, turn) in enumerate(zip(plans, turns, strict=True)):
             received = arriving.wait()
@@ -168,11 +171,24 @@ class Engine:
             found = self._gradients(kernel, settings, turn, given)
             if sink_grad is not None and sinks is not None:
                 self._add_sink_gradient(sink_grad, sinks, turn, given)
-            parts = self._back_gradients(split, shares, found).wait()
-            totals = parts if not totals else [total + part for total, part in zip(totals, parts, strict=True)]
+            totals = self._back_gradients(shares, found, totals).wait()
         if sink_grad is not None and self.everyone is not None:
             dist.all_reduce(sink_grad, group=self.everyone)
         return totals[0], totals[1], totals[2], sink_grad
+
+    def _gradient_totals(self, split: HeadSplit, turn: Turn) -> list[Tensor]:
+        """Gradients of query, key and value `[T, H, d]`, to be filled turn by turn, as they travel: in the dtype of the
+        tensors, and in float32 where several ranks have a part in one."""
+        if self.heads is None:
+            return []
+        dtype = torch.float32 if split.shared else turn.query.dtype
+        heads = (split.heads, split.kv_heads, split.kv_heads)
+        rows = (self.queries.total, self.keys.total, self.keys.total)
+        tensors = (turn.query, turn.key, turn.value)
+        return [
+            torch.zeros(count, number, tensor.shape[2], dtype=dtype, device=tensor.device)
+            for count, number, tensor in zip(rows, heads, tensors, strict=True)
+        ]
 
     def _gradients(
         self, kernel: LocalKernel, settings: Settings, turn: Turn, given: Given
@@ -226,9 +242,7 @@ class Engine:
         count = split.turns(_PIPELINE_TURNS) if self.heads is not None else 1
         return [[split.turn(share, index, count) for share in split.shares] for index in range(count)]
 
-    def _there(
-        self, split: HeadSplit, plans: list[list[HeadShare]], index: int, tensors: tuple[Tensor, Tensor, Tensor]
-    ) -> Arriving:
+    def _there(self, plans: list[list[HeadShare]], index: int, tensors: tuple[Tensor, Tensor, Tensor]) -> Arriving:
         if self.heads is None:
             return Arriving(lambda: list(tensors))
         queries, keys = _spans(plans[index])
@@ -245,22 +259,22 @@ class Engine:
         queries, _ = _spans(plans[index])
         return heads.there([(tensor, self.queries, queries) for tensor in tensors])
 
-    def _back_states(self, split: HeadSplit, shares: list[HeadShare], turn: Turn) -> Arriving:
+    def _back_states(self, shares: list[HeadShare], turn: Turn, results: list[Tensor]) -> Arriving:
         tensors = [turn.output, turn.lse.transpose(0, 1).unsqueeze(-1)]
         if self.heads is None:
             return Arriving(lambda: tensors)
         queries, _ = _spans(shares)
-        return self.heads.back([(tensor, self.queries, queries, split.heads) for tensor in tensors])
+        return self.heads.back([(tensor, self.queries, queries) for tensor in tensors], results)
 
     def _back_gradients(
-        self, split: HeadSplit, shares: list[HeadShare], found: tuple[Tensor, Tensor, Tensor]
+        self, shares: list[HeadShare], found: tuple[Tensor, Tensor, Tensor], totals: list[Tensor]
     ) -> Arriving:
         if self.heads is None:
             return Arriving(lambda: list(found))
         queries, keys = _spans(shares)
-        rows, spans = (self.queries, self.keys, self.keys), (queries, keys, keys)
-        totals = (split.heads, split.kv_heads, split.kv_heads)
-        return self.heads.back(list(zip(found, rows, spans, totals, strict=True)))
+        tensors = [tensor.to(total.dtype) for tensor, total in zip(found, totals, strict=True)]
+        rows = (self.queries, self.keys, self.keys)
+        return self.heads.back(list(zip(tensors, rows, (queries, keys, keys), strict=True)), totals)
 
     def _travelling(self, key: Tensor, value: Tensor) -> Tensor:
         """Keys and values as one buffer `[T, Hkv, D + Dv]`; nothing is copied where nothing travels."""

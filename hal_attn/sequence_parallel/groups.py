@@ -10,7 +10,7 @@ ulysses coordinate (heads travel)    0        1        0        1      neighbour
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.sequence_parallel.agreement import agreed
 from hal_attn.sequence_parallel.description import Layout, Masks, PerSequence
 
 if TYPE_CHECKING:
@@ -65,29 +66,26 @@ class SequenceParallelGroups:
         Every rank of the group calls it, with the same degrees.
 
         Raises:
-            InvalidAttentionInputError: degrees that do not multiply to the number of ranks, or that have no meaning
-                together; a mesh with other names or sizes.
+            InvalidAttentionInputError: degrees that do not multiply to the number of ranks, that have no meaning
+                together, or that differ between ranks; a mesh with other names or sizes.
         """
         if mesh is not None:
             return _of_mesh(cls, mesh, {"ulysses": ulysses, "ring": ring, "kv_gather": kv_gather}, process_group)
-        degrees = {name: _degree(name, value) for name, value in zip(_NAMES, (ring, kv_gather, ulysses), strict=True)}
-        _check_meaning(degrees)
-        size = math.prod(degrees.values())
-        if size == 1 and process_group is None and not (dist.is_available() and dist.is_initialized()):
-            return cls(1, 1, 1)
-        if not dist.is_initialized():
+        asked = dict(zip(_NAMES, (ring, kv_gather, ulysses), strict=True))
+        if not (dist.is_available() and dist.is_initialized()):
+            size = math.prod(_degrees(asked).values())
+            if size == 1 and process_group is None:
+                return cls(1, 1, 1)
             raise InvalidAttentionInputError(
                 "process_group",
                 "no process group: torch.distributed is not initialised",
                 f"one of {size} ranks",
                 "start with torchrun and call torch.distributed.init_process_group",
             )
-        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        if len(ranks) != size:
-            told = ", ".join(f"{name}={degree}" for name, degree in degrees.items())
-            raise InvalidAttentionInputError(
-                "ulysses, ring, kv_gather", f"{told}, together {size} ranks", f"the ranks of the group, {len(ranks)}"
-            )
+        group = process_group or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(group)
+        # Making groups waits for their ranks, so all must mean the same ones.
+        degrees, _ = agreed(group, lambda: _degrees(asked, len(ranks)), lambda found: found)
         return cls._made(degrees, ranks)
 
     @classmethod
@@ -211,12 +209,21 @@ def _of_mesh(
     return cls._made(degrees, mesh.mesh.permute(order).flatten().tolist())
 
 
-def _degree(name: str, value: int | None) -> int:
-    if value is None:
-        return 1
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidAttentionInputError(name, repr(value), "a whole number of at least 1")
-    return value
+def _degrees(asked: Mapping[str, int | None], ranks: int | None = None) -> dict[str, int]:
+    """The degrees that are `asked` for, checked; to multiply to `ranks` where given."""
+    degrees = {}
+    for name, value in asked.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InvalidAttentionInputError(name, repr(value), "a whole number of at least 1")
+        degrees[name] = 1 if value is None else value
+    _check_meaning(degrees)
+    size = math.prod(degrees.values())
+    if ranks is not None and size != ranks:
+        told = ", ".join(f"{name}={degree}" for name, degree in degrees.items())
+        raise InvalidAttentionInputError(
+            "ulysses, ring, kv_gather", f"{told}, together {size} ranks", f"the ranks of the group, {ranks}"
+        )
+    return degrees
 
 
 def _check_meaning(degrees: dict[str, int]) -> None:

@@ -46,6 +46,11 @@ class HeadSplit:
             spans = cut(0, self.heads, self.ranks, self.ranks - 1)
         return tuple(self._share(span) for span in spans)
 
+    @cached_property
+    def shared(self) -> bool:
+        """Some key head goes to several ranks, so that its gradient is a sum."""
+        return sum(share.keys.length for share in self.shares) > self.kv_heads
+
     def turns(self, most: int) -> int:
         """How many turns of a pipeline every rank can divide its heads into, each of whole groups; at most `most`."""
         return max(1, min(most, *(share.keys.length if share.repeat is None else 1 for share in self.shares)))

@@ -14,39 +14,70 @@ if TYPE_CHECKING:
     from hal_attn.sequence_parallel.plan import Plan
 
 
-def whole_masks(
-    plan: Plan, mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """`mask` broadcastable to `[B, H, Sq, Sk]` and `key_padding_mask` `[B, Sk]`, of whole sequences.
+def check_masks(plan: Plan, mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor) -> None:
+    """For query `[T, H, D]`.
 
     Raises:
-        InvalidAttentionInputError: a mask of another dtype or extent than the plan says, or one that wants a gradient.
+        InvalidAttentionInputError: a mask on a packed plan; one of another dtype, device or extent than the plan says;
+            one that wants a gradient.
     """
     about = plan.description
-    batch, seqlen_q, seqlen_k = about.batch or 0, _one(about.lengths), _one(about.lengths_k)
     sharded = about.masks == "sharded"
+    for name, tensor in (("mask", mask), ("key_padding_mask", key_padding_mask)):
+        if tensor is None:
+            continue
+        if about.batch is None:
+            raise InvalidAttentionInputError(
+                name, "given", "none: this plan is packed", "masks need batch= and seqlen="
+            )
+        if not isinstance(tensor, Tensor) or tensor.device != query.device:
+            got = f"device {tensor.device}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            raise InvalidAttentionInputError(name, got, f"a tensor on the device of query, {query.device}")
+    batch = about.batch or 0
     if mask is not None:
-        rows = plan.positions.numel() if sharded else seqlen_q
-        _check_mask(mask, (batch, query.shape[2], rows, seqlen_k), sharded)
-        if sharded and mask.shape[2] != 1:
-            mask = _gathered(plan, mask)
+        rows = plan.positions.numel() if sharded else _one(about.lengths)
+        _check_mask(mask, (batch, query.shape[1], rows, _one(about.lengths_k)), sharded)
     if key_padding_mask is not None:
-        keys = plan.positions_kv.numel() if sharded else seqlen_k
+        keys = plan.positions_kv.numel() if sharded else _one(about.lengths_k)
         if key_padding_mask.dtype != torch.bool or tuple(key_padding_mask.shape) != (batch, keys):
             got = f"{key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}"
             raise InvalidAttentionInputError("key_padding_mask", got, f"bool of shape ({batch}, {keys})", _way(sharded))
-        if sharded:
+
+
+def whole_masks(
+    plan: Plan, mask: Tensor | None, key_padding_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Checked masks -> `mask` broadcastable to `[B, H, Sq, Sk]` and `key_padding_mask` `[B, Sk]` of whole sequences."""
+    about = plan.description
+    if about.masks == "sharded":
+        if mask is not None:
+            mask = _gathered(plan, mask)
+        if key_padding_mask is not None:
             flat = key_padding_mask.flatten()
             whole = gather_rows(plan.groups, plan.schedule.keys, plan.rows_kv, flat, sum(about.lengths_k))
-            key_padding_mask = whole.view(batch, seqlen_k)
+            key_padding_mask = whole.view(about.batch or 0, _one(about.lengths_k))
+    return mask, key_padding_mask
+
+
+def masks_without_values(
+    plan: Plan, mask: Tensor | None, key_padding_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What `whole_masks` gives as to shapes and dtypes, without communication."""
+    about = plan.description
+    if about.masks == "sharded":
+        if mask is not None:
+            batch, heads, _, keys = mask.shape
+            mask = mask.new_zeros(1).expand(batch, heads, _one(about.lengths), keys)
+        if key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.new_zeros(1).expand(about.batch or 0, _one(about.lengths_k))
     return mask, key_padding_mask
 
 
 def _gathered(plan: Plan, mask: Tensor) -> Tensor:
-    """A mask of this rank's query rows -> of all."""
+    """A mask of this rank's query rows -> of all. One row may be for all, or all that a rank has: both are spread."""
     about = plan.description
     batch = about.batch or 0
-    rows = mask.expand(batch, *mask.shape[1:]).transpose(1, 2).flatten(0, 1)
+    rows = mask.expand(batch, -1, plan.positions.numel(), -1).transpose(1, 2).flatten(0, 1)
     whole = gather_rows(plan.groups, plan.schedule.queries, plan.rows, rows.contiguous(), sum(about.lengths))
     batched: Tensor = whole.unflatten(0, (batch, -1))
     return batched.transpose(1, 2)

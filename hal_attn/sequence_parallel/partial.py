@@ -14,9 +14,9 @@ class PartialStates:
     One result for all rows is kept as it is, in its own dtype: only a second one makes float32 of it.
     """
 
-    def __init__(self, rows: int, heads: int, value_head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rows: int, heads: int, value_head_dim: int, device: torch.device) -> None:
         self.shape = (rows, heads, value_head_dim)
-        self.dtype, self.device = dtype, device
+        self.device = device
         self._output: Tensor | None = None
         self._lse: Tensor | None = None
 
@@ -36,11 +36,14 @@ class PartialStates:
             self._output, self._lse = output, lse
             return
         own, own_lse = self._begun()
-        if own.dtype != torch.float32:
-            own = self._output = own.float()
-        before, before_lse = rows.take(own), rows.take(own_lse, 1)
+        before, before_lse = rows.take(own).float(), rows.take(own_lse, 1)
         joined = torch.logaddexp(before_lse, lse)
-        merged = before * share(before_lse, joined) + output * share(lse, joined)
+        merged = torch.lerp(before, output.float(), share(lse, joined))
+        if rows.all:
+            self._output, self._lse = merged, joined
+            return
+        if own.dtype != torch.float32:
+            self._output = own = own.float()
         rows.put(own, merged)
         rows.put(own_lse, joined, 1)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hal_attn.backend import AttentionResult
@@ -18,7 +17,9 @@ from hal_attn.sequence_parallel.engine import Engine, PlanAttention
 from hal_attn.sequence_parallel.exchange import Exchange, GatherExchange, NoExchange, RingExchange
 from hal_attn.sequence_parallel.gathering import gather_rows
 from hal_attn.sequence_parallel.groups import SequenceParallelGroups
-from hal_attn.sequence_parallel.kernel import LocalKernel, MaskedKernel, PackedKernel, Settings
+from hal_attn.sequence_parallel.inputs import Inputs
+from hal_attn.sequence_parallel.kernel import LocalKernel, MaskedKernel, PackedKernel
+from hal_attn.sequence_parallel.masks import masks_without_values, whole_masks
 from hal_attn.sequence_parallel.schedule import Schedule
 from hal_attn.sequence_parallel.sharding import Rows, Sharding
 from hal_attn.sequence_parallel.ulysses import HeadExchange, SideRows
@@ -110,10 +111,12 @@ class Plan:
             InvalidAttentionInputError: a tensor or option is wrong, here or on another rank, or differs between ranks.
             UnsupportedAttentionError: no backend takes the calls of this rank.
         """
-        tensors = self._flat(query, key, value)
-        settings = Settings(tensors[0].shape[-1] ** -0.5 if scale is None else scale, softcap, deterministic, backend)
-        kernel = self._kernel(mask, key_padding_mask, query)
-        settings = replace(settings, backend=self._backend(kernel, settings, tensors, sinks, return_lse))
+        given = Inputs(
+            query, key, value, scale, mask, key_padding_mask, softcap, sinks, deterministic, return_lse, backend
+        )
+        settings = given.settings(self._backend(given))
+        tensors = given.checked(self)
+        kernel = self._kernel(*whole_masks(self, mask, key_padding_mask))
         output, lse = PlanAttention.apply(self.engine, kernel, settings, *tensors, sinks)  # type: ignore[no-untyped-call]
         if self.description.batch is not None:
             output = output.unflatten(0, (self.description.batch, -1))
@@ -168,50 +171,34 @@ class Plan:
     def _packed_kernel(self) -> PackedKernel:
         return PackedKernel(self.schedule.calls(self.groups.exchange_rank))
 
-    def _kernel(self, mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor) -> LocalKernel:
+    def _kernel(self, mask: Tensor | None, key_padding_mask: Tensor | None) -> LocalKernel:
         if mask is None and key_padding_mask is None:
             return self._packed_kernel
-        from hal_attn.sequence_parallel.masks import whole_masks
-
-        about = self.description
-        if about.batch is None:
-            name = "mask" if mask is not None else "key_padding_mask"
-            raise InvalidAttentionInputError(
-                name, "given", "none: this plan is packed", "masks need batch= and seqlen="
-            )
-        mask, key_padding_mask = whole_masks(self, mask, key_padding_mask, query)
-        return MaskedKernel(self._masked_hops, about.batch, mask, key_padding_mask)
+        assert self.description.batch is not None
+        return MaskedKernel(self._masked_hops, self.description.batch, mask, key_padding_mask)
 
     @cached_property
     def _masked_hops(self) -> tuple[Any, ...]:
         return self.schedule.masked_hops(self.groups.exchange_rank)
 
-    def _backend(
-        self,
-        kernel: LocalKernel,
-        settings: Settings,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        sinks: Tensor | None,
-        return_lse: bool,
-    ) -> str | Sequence[str] | None:
+    def _backend(self, given: Inputs) -> str | Sequence[str] | None:
         """The backend of the whole group for calls like this one; the first such call compares them on all ranks."""
-        told = self._told(kernel, settings, tensors, sinks, return_lse)
+        told = given.told(self)
         key = tuple(told.items())
         if key in self._agreed:
             return self._agreed[key]
 
-        def describe_call(names: list[str]) -> Mapping[str, object]:
-            return {**told, "_backends": names}
+        def able() -> list[str]:
+            tensors = given.checked(self)
+            masks = masks_without_values(self, given.mask, given.key_padding_mask)
+            return self._kernel(*masks).backends(*self._heads_here(tensors), given.settings(given.backend))
 
-        heads = self._heads_here(tensors)
-        names, found = agreed(
-            self.groups.everyone, lambda: kernel.backends(*heads, settings), lambda names: describe_call(names)
-        )
+        names, found = agreed(self.groups.everyone, able, lambda names: {**told, "_backends": names})
         lists: list[Any] = [description["_backends"] for description in found]
         working = [other for other in lists if other]
         common = [name for name in (working[0] if working else names) if all(name in other for other in working)]
         self._agreed[key] = common[0] if common else None
-        return self._agreed[key] if common else settings.backend
+        return self._agreed[key] if common else given.backend
 
     def _heads_here(self, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The shapes that this rank's kernels will see, without memory."""
@@ -225,78 +212,6 @@ class Plan:
             for tensor, heads in zip(tensors, (share.queries.length, keys, keys), strict=True)
         )
         return query, key, value
-
-    def _told(
-        self,
-        kernel: LocalKernel,
-        settings: Settings,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        sinks: Tensor | None,
-        return_lse: bool,
-    ) -> dict[str, object]:
-        query, key, value = tensors
-        wants = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (*tensors, *([] if sinks is None else [sinks]))
-        )
-        return {
-            "query heads and head dim": tuple(query.shape[1:]),
-            "key heads and head dim": tuple(key.shape[1:]),
-            "value heads and head dim": tuple(value.shape[1:]),
-            "dtype": str(query.dtype),
-            "device": query.device.type,
-            "scale": settings.scale,
-            "softcap": settings.softcap,
-            "deterministic": settings.deterministic,
-            "return_lse": return_lse,
-            "backend": settings.backend if settings.backend is None else str(settings.backend),
-            "sinks": sinks is not None,
-            "masks": kernel.told(),
-            "gradients": wants,
-        }
-
-    def _flat(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dense = self.description.batch is not None
-        sides = (("query", query, self.rows), ("key", key, self.rows_kv), ("value", value, self.rows_kv))
-        flat = []
-        for name, tensor, rows in sides:
-            if tensor.dim() != 3 + dense:
-                shape = "[B, S, H, D]" if dense else "[T, H, D]"
-                raise InvalidAttentionInputError(
-                    name, f"shape {tuple(tensor.shape)}", f"{shape}, as this plan is made for"
-                )
-            found = tensor.flatten(0, 1) if dense else tensor
-            if found.shape[0] != rows.count:
-                raise InvalidAttentionInputError(
-                    name,
-                    f"{found.shape[0]} rows on rank {self.groups.rank}",
-                    f"the {rows.count} rows that the plan gives this rank",
-                    "shard it with plan.shard, keys and values with plan.shard_kv",
-                )
-            flat.append(found)
-        self._check_shapes(*flat)
-        return flat[0], flat[1], flat[2]
-
-    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        if key.shape[1] < 1 or query.shape[1] % key.shape[1] or value.shape[1] != key.shape[1]:
-            heads = f"{query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads"
-            raise InvalidAttentionInputError(
-                "key", heads, "query heads a multiple of key heads, value heads like key's"
-            )
-        if key.shape[2] != query.shape[2]:
-            raise InvalidAttentionInputError("key", f"head dim {key.shape[2]}", f"that of query, {query.shape[2]}")
-        have = {
-            "num_heads": query.shape[1],
-            "num_kv_heads": key.shape[1],
-            "head_dim": query.shape[2],
-            "value_head_dim": value.shape[2],
-            "dtype": query.dtype,
-            "device": query.device.type,
-        }
-        for name, value_of in have.items():
-            if self.expected[name] is not None and self.expected[name] != value_of:
-                raise InvalidAttentionInputError(
-                    name, str(value_of), f"what the plan was made for, {self.expected[name]}"
-                )
 
     def _of_one(self, rows: Rows, values: Tensor) -> Tensor:
         """Of a dense plan, what all its sequences have alike."""

@@ -97,16 +97,14 @@ class HeadExchange:
 
         return Arriving(arranged)
 
-    def back(self, sides: Sequence[tuple[Tensor, SideRows, Sequence[Span], int]]) -> Arriving:
-        """Each `[T', H', d]` tensor of this rank's heads -> `[T, H, d]` of its tokens, all `H` heads (the last of each
-        tuple); heads that several ranks hold are added."""
-        outgoing = [
-            [rows.of_rank[rank].take(tensor) for tensor, rows, _, _ in sides] for rank in range(len(sides[0][2]))
-        ]
+    def back(self, sides: Sequence[tuple[Tensor, SideRows, Sequence[Span]]], results: Sequence[Tensor]) -> Arriving:
+        """Each `[T', H', d]` tensor of this rank's heads, added to `results` `[T, H, d]` of its tokens: all heads, each
+        from the ranks that hold it."""
+        outgoing = [[rows.of_rank[rank].take(tensor) for tensor, rows, _ in sides] for rank in range(len(sides[0][2]))]
         shapes = [
             [
                 (rows.of_rank[self.coordinate].count, heads[rank].length, tensor.shape[2])
-                for tensor, rows, heads, _ in sides
+                for tensor, rows, heads in sides
             ]
             for rank in range(len(sides[0][2]))
         ]
@@ -114,29 +112,30 @@ class HeadExchange:
 
         def arranged() -> list[Tensor]:
             received = arriving.blocks()
-            results = []
-            for index, (tensor, rows, heads, total) in enumerate(sides):
-                result = tensor.new_zeros(rows.total, total, tensor.shape[2])
+            for index, ((_, rows, heads), result) in enumerate(zip(sides, results, strict=True)):
                 for rank, blocks in enumerate(received):
                     target = result[:, slice(*heads[rank])]
                     own, kept = blocks[index].split([rows.own.count, rows.replicated.count])
                     rows.own.add(target, own)
                     rows.replicated.add(target, kept)
-                results.append(result)
-            return results
+            return list(results)
 
         return Arriving(arranged)
 
     def _exchange(self, outgoing: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> _Bytes:
         dtypes = [tensor.dtype for tensor in outgoing[0]]
-        blocks = [[_bytes(tensor) for tensor in tensors] for tensors in outgoing]
-        sends = [sum(block.numel() for block in rank) for rank in blocks]
+        sends = [sum(_padded(tensor.numel() * tensor.element_size()) for tensor in rank) for rank in outgoing]
         receives = [
             sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in zip(rank, dtypes, strict=True))
             for rank in shapes
         ]
-        sent = torch.cat([block for rank in blocks for block in rank])
-        received = sent.new_empty(sum(receives))
+        device = outgoing[0][0].device
+        sent, received = (torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (sends, receives))
+        begin = 0
+        for tensor in (tensor for rank in outgoing for tensor in rank):
+            size = tensor.numel() * tensor.element_size()
+            sent[begin : begin + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            begin += _padded(size)
         work = dist.all_to_all_single(received, sent, receives, sends, group=self.group, async_op=True)
         return _Bytes(received, receives, shapes, dtypes, work, sent)
 
@@ -171,11 +170,6 @@ class _Bytes:
         return found
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, with room to the next multiple of the alignment, so that all views are aligned."""
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, _padded(flat.numel()) - flat.numel()))
-
-
 def _padded(size: int) -> int:
+    """Room for `size` bytes, up to the next multiple of the alignment, so that a view of any dtype may begin after."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
