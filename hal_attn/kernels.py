@@ -163,11 +163,7 @@ class KernelBackend(RingBackend):
         return output, lse
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dim, value_dim = query.shape[-1], value.shape[-1]
-        if self.one_head_dim:
-            dim = value_dim = max(dim, value_dim)
-        dim, value_dim = (-(-d // self.head_dim_multiple) * self.head_dim_multiple for d in (dim, value_dim))
-        return to_head_dim(query, dim), to_head_dim(key, dim), to_head_dim(value, value_dim)
+        return padded_head_dims(query, key, value, self.head_dim_multiple, self.one_head_dim)
 
     def _check(self, call: KernelCall) -> None:
         """A hook called by hand may name an option that was never claimed; it is refused, not dropped."""
@@ -291,6 +287,18 @@ def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tens
     joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     share = torch.exp(lse - joined).transpose(-1, -2).unsqueeze(-1)
     return (output * share).to(output.dtype), joined
+
+
+def padded_head_dims(
+    query: Tensor, key: Tensor, value: Tensor, multiple: int, alike: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value with zeros up to the next `multiple` of their head dims, and all to one where `alike`: the
+    scores stay as they are, and the output has zeros behind."""
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    if alike:
+        dim = value_dim = max(dim, value_dim)
+    dim, value_dim = (-(-d // multiple) * multiple for d in (dim, value_dim))
+    return to_head_dim(query, dim), to_head_dim(key, dim), to_head_dim(value, value_dim)
 
 
 def to_head_dim(tensor: Tensor, dim: int) -> Tensor:

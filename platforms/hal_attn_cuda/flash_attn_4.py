@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from hal_attn.capabilities import Capabilities
-from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel, to_head_dim
+from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel, padded_head_dims, to_head_dim
 from hal_attn.masks import edges
 from hal_attn.packing import PackedSequences
 from hal_attn.portable.flash_rules import positive_scale_rule
 from hal_attn.portable.generation import capability_rule, compute_capability
-from hal_attn.portable.operators import aligned
+from hal_attn.portable.operators import aligned, wants_gradient
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 
 LATENT = (192, 128)
+BACKWARD_MULTIPLE = 32
 
 
 class FlashAttention4Backend(BatchedKernel, PackedKernel):
@@ -31,6 +32,9 @@ class FlashAttention4Backend(BatchedKernel, PackedKernel):
     its word; arguments by name, because the packed function has another order than its predecessors'. Sinks are its
     own, in the kernels of sm9x to sm11x. No dropout, no ALiBi. It always returns a pair; the LSE's gradient counts. A
     row without keys gives LSE -inf, or its sink.
+
+    Where a gradient is wanted, head dims are padded to a multiple of 32: on sm9x the backward kernel rounds them to 16
+    and the code that prepares its sums to 32, so that head dim 72 gave wrong gradients on an H200.
 
     A scale of 0 or below gives NaN (seen on an H200). There is no backward pass on sm8x, none that is deterministic on
     sm12x, and the one for head dim 256 on sm10x takes neither softcap, sinks nor the LSE's gradient.
@@ -112,7 +116,8 @@ class FlashAttention4Backend(BatchedKernel, PackedKernel):
             return None
         left, right = edges(causal, window_size)
         dims = query.shape[-1], value.shape[-1]
-        query, key, value = self._padded(query, key, value)
+        if dims != LATENT:
+            query, key, value = padded_head_dims(query, key, value, BACKWARD_MULTIPLE, alike=True)
         output, grad_output = (to_head_dim(tensor, value.shape[-1]) for tensor in (output, grad_output))
         rows = [aligned(tensor, self.head_dim_multiple) for tensor in (query, key, value, output, grad_output)]
         cu_seqlens, cu_seqlens_k = sequences.offsets(query.device)
@@ -134,7 +139,8 @@ class FlashAttention4Backend(BatchedKernel, PackedKernel):
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if (query.shape[-1], value.shape[-1]) == LATENT:
             return query, key, value
-        return super()._padded(query, key, value)
+        multiple = BACKWARD_MULTIPLE if wants_gradient(query, key, value) else self.head_dim_multiple
+        return padded_head_dims(query, key, value, multiple, alike=True)
 
 
 def _generation_rules(request: AttentionRequest, generation: int) -> tuple[Refusal, ...]:

@@ -5,7 +5,7 @@ import torch
 
 from hal_attn import AttentionBackend, PackedSequences, explain, varlen_attention
 from hal_attn.chunked import chunked_gradients
-from tests.support import assert_close_to_oracle, packed, randn
+from tests.support import assert_close_to_oracle, assert_right, dense, packed, randn
 
 LENGTHS, LENGTHS_K = [5, 9, 3], [7, 4, 3]
 
@@ -84,3 +84,9 @@ def test_the_contract_has_none_by_default():
         )
         is None
     )
+
+
+@pytest.mark.parametrize("dim", [8, 72, 80, 104])
+def test_head_dims_that_the_backward_kernel_rounds_wrongly_are_padded(simulate, dim):
+    simulate("sm90")
+    assert "flash_attn_4" in assert_right(*dense(1, 9, heads=2, head_dim=dim, dtype=torch.bfloat16))
