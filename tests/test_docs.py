@@ -1,29 +1,33 @@
 """The documentation is true: its Python runs and prints what it says, its screens and tables are those of the code.
 
 How a page is read: the `python` blocks of a page run in order, in one namespace; a `text` block right after one is what
-it prints. A `console` block that begins with `$ hal-attn explain` is run too. The blocks of the vendor tutorial that
-name a file in their first line are the files of a package, which is installed and used in a process of its own.
+it prints. A `console` block that begins with `$ hal-attn explain` is run too, and so is `$ hal-attn doctor` under a
+simulation; variables may stand before the command, and a line `...` stands for lines that are left out. The blocks of
+the vendor tutorial that name a file in their first line are the files of a package, which is installed; those with a
+`text` block below them are scripts, which run in processes of their own. `docs_tables` makes the tables.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from hal_attn_cpu.platform import CpuPlatform
 from typer.testing import CliRunner
 
 import hal_attn
-from hal_attn.capabilities import Capabilities
 from hal_attn.cli import make_app
 from hal_attn.settings import VARIABLES
+from tests import docs_tables
+from tests.cuda import hardware
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -65,6 +69,7 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in pages_with("python") if page != TUTORIAL], ids=name_of)
+@mock.patch.dict(os.environ)  # A page may set variables.
 def test_python_runs_and_prints_what_stands_below_it(page, capsys):
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": "page"}
@@ -78,7 +83,7 @@ def test_python_runs_and_prints_what_stands_below_it(page, capsys):
 
 
 def test_the_vendor_tutorial_is_a_package_that_works(tmp_path):
-    script, said = None, None
+    scripts = []
     for block, after in itertools.pairwise([*blocks(TUTORIAL), None]):
         if block.language not in ("python", "toml"):
             continue
@@ -87,81 +92,95 @@ def test_the_vendor_tutorial_is_a_package_that_works(tmp_path):
         file = tmp_path / name[1]
         file.parent.mkdir(exist_ok=True)
         file.write_text(block.text)
-        if block.language == "python":
-            script, said = file, output_of(block, after)
-    assert script is not None
-    assert said is not None
-    point = re.search(
-        r'\[project\.entry-points\."hal_attn\.platforms"\]\n(\w+) = "(.+)"', (tmp_path / "pyproject.toml").read_text()
-    )
+        if (said := output_of(block, after)) is not None:
+            scripts.append((file, said))
+    assert len(scripts) == 2
+    _install(tmp_path)
+    for script, said in scripts:
+        run = subprocess.run(
+            [sys.executable, script],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            timeout=120,
+        )
+        assert run.returncode == 0, run.stderr
+        assert run.stdout == said, f"{script.name} prints\n{run.stdout}"
+
+
+def _install(folder: Path) -> None:
+    """What pip would leave of the tutorial's package beside its files."""
+    project = (folder / "pyproject.toml").read_text()
+    point = re.search(r'\[project\.entry-points\."hal_attn\.platforms"\]\n(\w+) = "(.+)"', project)
     assert point is not None
-    installed = tmp_path / "hal_attn_acme-0.1.dist-info"
+    installed = folder / "hal_attn_acme-0.1.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: hal-attn-acme\nVersion: 0.1\n")
     (installed / "entry_points.txt").write_text(f"[hal_attn.platforms]\n{point[1]} = {point[2]}\n")
-    run = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == said, f"it prints\n{run.stdout}"
 
 
-def screens() -> list[tuple[str, str, str]]:
-    """(page, flags, output) of each screen of `hal-attn explain`, the one verb that says the same on every machine."""
+SCREEN = re.compile(r"\$ ((?:HAL_ATTN_\w+=\S+ )*)hal-attn ((?:explain|doctor)\b.*)")
+
+
+def screens() -> list[tuple[str, str, str, str]]:
+    """(page, variables, flags, output) of each screen that says the same on every machine."""
     found = []
     for page in PAGES:
         for block in blocks(page):
             command, _, shown = block.text.partition("\n")
-            if block.language == "console" and command.startswith("$ hal-attn explain"):
-                found.append((name_of(page), command.removeprefix("$ hal-attn "), shown))
+            match = SCREEN.fullmatch(command) if block.language == "console" else None
+            if match is not None and (match[2].startswith("explain") or "HAL_ATTN_SIMULATE" in match[1]):
+                found.append((name_of(page), match[1], match[2], shown))
     return found
 
 
-@pytest.mark.parametrize(("page", "command", "shown"), screens())
-def test_screens_are_what_the_command_prints(page, command, shown, monkeypatch):
+@pytest.mark.parametrize(("page", "variables", "command", "shown"), screens())
+def test_screens_are_what_the_command_prints(page, variables, command, shown, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
+    for assignment in variables.split():
+        monkeypatch.setenv(*assignment.split("=", 1))
     result = CliRunner().invoke(make_app(), command.split(), prog_name="hal-attn")
-    assert result.output == shown, f"{page} says otherwise than\n{result.output}"
+    right = r"(?:.*\n)*".join(map(re.escape, re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE)))
+    assert re.fullmatch(right, result.output), f"{page} says otherwise than\n{result.output}"
 
 
 def test_there_are_pages_blocks_and_screens_to_check():
     names = {page.name for page in pages_with("python")}
     assert names >= {"README.md", "semantics.md", "architecture.md", "environment.md", TUTORIAL.name}
-    assert screens()
+    assert {"README.md", "docs/simulation.md"} <= {page for page, *_ in screens()}
 
 
-def table(*rows: tuple[str, ...]) -> str:
-    """A Markdown table; the first row is its head."""
-    head, *body = rows
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *body)) + "\n"
+@pytest.mark.parametrize(("page", "name", "text"), docs_tables.places(), ids=lambda part: str(part)[:40])
+def test_tables_are_those_of_the_code(page, name, text):
+    right = docs_tables.TABLES[name]()
+    assert text == right, f"python -m tests.docs_tables would write into {page.name}\n\n{right}"
 
 
-def test_the_table_of_variables_is_that_of_the_code():
-    rows = [(f"`{v.name}`", v.values, v.default or "not set", v.meaning) for v in VARIABLES]
-    right = table(("Name", "Values", "Default", "Meaning"), *rows)
-    assert right in (DOCS / "environment.md").read_text(), f"docs/environment.md lacks the table\n\n{right}"
+def test_every_table_has_a_place():
+    names = [name for _, name, _ in docs_tables.places()]
+    assert sorted(names) == sorted(docs_tables.TABLES)
 
 
-def test_the_table_of_capabilities_is_that_of_the_backends():
-    backends = CpuPlatform().backends()
-    rows = [(f"`{f.name}`", *(claim(getattr(b.capabilities, f.name)) for b in backends)) for f in fields(Capabilities)]
-    right = table(("Capability", *(f"`{backend.name}`" for backend in backends)), *rows)
-    assert right in (DOCS / "semantics.md").read_text(), f"docs/semantics.md lacks the table\n\n{right}"
-
-
-def claim(value: object) -> str:
-    """A field of Capabilities as a reader sees it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, frozenset):
-        return ", ".join(sorted(str(part).removeprefix("torch.") for part in value)) or "none"
-    return "any" if value is None else str(value)
+def test_what_the_hardware_run_prints_is_taken_into_the_data(tmp_path, monkeypatch):
+    cells = {
+        ("torch_flash", "packed, causal"): "output, LSE",
+        ("torch_flash", "mask"): "refused: mask: have a bool mask, need no mask",
+        ("torch_cudnn", "packed, causal"): "WRONG: AssertionError: LSE",
+        ("torch_cudnn", "mask"): "output, LSE, gradients",
+    }
+    data = tmp_path / "run.json"
+    data.write_text('{"cells": {"mask": {"torch_math": "OLG", "torch_flash": "OLG"}}, "chosen": {}}')
+    monkeypatch.setattr(docs_tables, "RUN", data)
+    docs_tables.take("\n".join(["a warning", *hardware.table(cells), "", "B1 S16 H2/2 D64 causal: torch_flash", ""]))
+    assert json.loads(data.read_text()) == {
+        "cells": {
+            "mask": {"torch_math": "OLG", "torch_cudnn": "OLG", "torch_flash": cells["torch_flash", "mask"]},
+            "packed, causal": {"torch_cudnn": "WRONG: AssertionError: LSE", "torch_flash": "OL"},
+        },
+        "chosen": {"B1 S16 H2/2 D64 causal": "torch_flash"},
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -197,8 +216,8 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_make_target_named_exists(page):
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`make (\w+)", page.read_text())) <= targets
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)", page.read_text())) <= targets
 
 
 def test_the_changelog_has_this_version():
