@@ -168,7 +168,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "HAL_ATTN_SIMULATE",
         "simulate",
-        "ascend, rocm, cuda; a generation may follow, as in ascend:310P",
+        "ascend, rocm, cuda; a generation and choices may follow, as in ascend:310P,empty_lse=nan",
         "run that vendor's adapter on CPU tensors over its simulated kernels",
         _simulation,
     ),

@@ -222,3 +222,14 @@ def test_every_make_target_named_exists(page):
 
 def test_the_changelog_has_this_version():
     assert f"## [{hal_attn.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_sequence_parallel_example_is_the_page_s_and_runs():
+    script = DOCS / "examples" / "sequence_parallel.py"
+    (block,) = (block for block in blocks(DOCS / "sequence-parallel.md") if block.language == "py")
+    assert script.read_text().endswith(block.text)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    difference = float(done.stdout.rsplit(":", 1)[1])
+    assert difference < 1e-5

@@ -4,7 +4,7 @@
 ascend                                     the default generation
 ascend:Ascend310P3                         another one
 ascend:Ascend910B1,empty_lse=nan           rows without keys give NaN, which the vendor leaves open
-ascend:empty_lse=-inf,torch_npu=7.1        the default generation, an older library
+ascend:empty_lse=-inf,torch_npu=7.2        the default generation, an older library
 ```
 """
 

@@ -19,7 +19,9 @@ PAIRS = [
     (simulated_flashinfer(), "cudnn_batch_prefill_with_kv_cache", "flashinfer.cudnn.prefill"),
     (simulated_cudnn("sm90"), "_scaled_dot_product_cudnn_attention", "torch.ops.aten"),
     (simulated_aten(), "_flash_attention_forward", "torch.ops.aten"),
+    (simulated_aten(), "_flash_attention_backward", "torch.ops.aten"),
     (simulated_aten(), "_efficient_attention_forward", "torch.ops.aten"),
+    (simulated_flash_attn_4("sm90").interface, "_flash_attn_bwd", "flash_attn.cute.interface"),
 ]
 
 
