@@ -41,6 +41,7 @@ def make_app() -> typer.Typer:
     for verb, summary in VERBS.items():
         run = getattr(import_module(f"hal_attn.cli.{verb}"), verb)
         app.command(verb, short_help=summary)(_readable(run))
+    app.add_typer(import_module("hal_attn.cli.bench").make_bench(_readable), name="bench")
     return app
 
 
