@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -44,8 +44,7 @@ def agreed(
             "the sequence parallel group", f"on rank {rank}: {text}", "the same on every rank"
         )
     _compare(found)
-    assert made is not None
-    return made, found
+    return cast("T", made), found
 
 
 def _compare(found: list[Mapping[str, object]]) -> None:

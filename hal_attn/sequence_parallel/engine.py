@@ -292,10 +292,9 @@ def _parted(buffer: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read(keys: Tensor, share: HeadShare) -> Tensor:
-    """Key heads as the query heads read them: repeated where kernels would count otherwise."""
-    if share.repeat is None:
-        return keys
-    return keys.index_select(1, torch.tensor(share.repeat, device=keys.device))
+    """The key heads that the kernel reads: a head for each query head where it could not find them by itself."""
+    # By host numbers: an index tensor would have to be copied to the device, which waits for it.
+    return keys if share.repeat is None else torch.stack([keys[:, head] for head in share.repeat], 1)
 
 
 def _written(gradient: Tensor, share: HeadShare, kv_heads: int) -> Tensor:
@@ -303,7 +302,9 @@ def _written(gradient: Tensor, share: HeadShare, kv_heads: int) -> Tensor:
     if share.repeat is None:
         return gradient
     total = gradient.new_zeros(gradient.shape[0], kv_heads, gradient.shape[2])
-    return total.index_add_(1, torch.tensor(share.repeat, device=gradient.device), gradient)
+    for place, head in enumerate(share.repeat):
+        total[:, head] += gradient[:, place]
+    return total
 
 
 class PlanAttention(torch.autograd.Function):

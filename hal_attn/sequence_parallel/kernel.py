@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.chunked import chunked_gradients
-from hal_attn.functional import attention, explain, varlen_attention
+from hal_attn.functional import attention, explain, select_backend, varlen_attention
 from hal_attn.sequence_parallel.blocks import Band
 from hal_attn.sequence_parallel.work import Call, RowSet
 from hal_attn.settings import fingerprint
@@ -81,8 +81,13 @@ class LocalKernel(ABC):
         """The gradients of each call of `forward`."""
 
     @abstractmethod
-    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str]:
-        """Names of the backends that take every call of this rank, best first; tensors are shapes only."""
+    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str] | None:
+        """Names of the backends that take every call of this rank, best first; None where it has none. Tensors are
+        shapes only.
+
+        Raises:
+            UnsupportedAttentionError, BackendNotAvailableError: a call that none takes.
+        """
 
 
 @dataclass(frozen=True)
@@ -115,22 +120,27 @@ class PackedKernel(LocalKernel):
             query_grad, key_grad, value_grad = _packed_gradients(call, rows, given.take(call.queries), settings)
             yield Gradient(call.queries, query_grad, call.keys, key_grad, value_grad)
 
-    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str]:
+    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str] | None:
         names: list[str] | None = None
         for call in (call for hop in self.calls for call in hop):
-            selection = explain(
+            shaped = (
                 _shaped(query, call.queries.count),
                 _shaped(key, call.keys.count),
                 _shaped(value, call.keys.count),
-                sequences=call.sequences,
-                causal=call.causal,
-                window_size=call.window_size,
-                backend=settings.backend,
-                **settings.options(),
             )
-            able = [candidate.backend.name for candidate in selection.considered if not candidate.refusals]
+            band = {"causal": call.causal, "window_size": call.window_size}
+            able = _able(shaped, settings, sequences=call.sequences, **band)
             names = able if names is None else [name for name in names if name in able]
-        return names or []
+        return names
+
+
+def _able(tensors: Sequence[Tensor], settings: Settings, **options: Any) -> list[str]:
+    """Names of the backends that take a call, best first; raises where none does."""
+    options |= {"backend": settings.backend, **settings.options()}
+    query, key, value = tensors
+    considered = explain(query, key, value, **options).considered
+    names = [candidate.backend.name for candidate in considered if not candidate.refusals]
+    return names or [select_backend(query, key, value, **options).name]
 
 
 def _shaped(tensor: Tensor, rows: int) -> Tensor:
@@ -193,13 +203,38 @@ def _with_backward(call: Call, rows: tuple[Tensor, Tensor, Tensor], settings: Se
 
 @dataclass(frozen=True)
 class MaskedHop:
-    """Rows of one hop, `[B, Sq']` and `[B, Sk']`, their positions, and the pairs in the band, bool `[Sq', Sk']`."""
+    """One hop of a dense batch, whose sequences are alike.
 
-    queries: Tensor
-    keys: Tensor
-    positions_q: Tensor
-    positions_k: Tensor
+    Attributes:
+        queries, keys: the rows, sequence after sequence; `count`, `count_k` of each sequence.
+        positions, positions_k: their places in a sequence, as rows of its whole mask.
+        visible: the pairs in the band, bool `[count, count_k]`.
+    """
+
+    queries: RowSet
+    keys: RowSet
+    count: int
+    count_k: int
+    positions: RowSet
+    positions_k: RowSet
     visible: Tensor
+    _moved: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def empty(self) -> bool:
+        """No query sees a key."""
+        return not self.visible.any()
+
+    def hidden_on(self, device: torch.device) -> Tensor | None:
+        """The pairs outside the band, `[1, 1, count, count_k]`, moved once and without waiting; None without any."""
+        if self.visible.all():
+            return None
+        if device not in self._moved:
+            hidden = ~self.visible[None, None]
+            self._moved[device] = (hidden if device.type == "cpu" else hidden.pin_memory()).to(
+                device, non_blocking=True
+            )
+        return self._moved[device]
 
 
 @dataclass(frozen=True)
@@ -220,9 +255,8 @@ class MaskedKernel(LocalKernel):
         self, hop: int, query: Tensor, key: Tensor, value: Tensor, heads: slice, settings: Settings
     ) -> Iterator[tuple[RowSet, Tensor, Tensor]]:
         where = self.hops[hop]
-        if not where.visible.any():
+        if where.empty:
             return
-        rows = self._row_set(where.queries, query)
         query, key, value = self._rows(where, query, key, value)
         result = attention(
             query,
@@ -233,18 +267,18 @@ class MaskedKernel(LocalKernel):
             **settings.options(),
         )
         output, lse = cast("tuple[Tensor, Tensor]", result)
-        yield rows, output.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        yield where.queries, output.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
     def backward(
         self, hop: int, query: Tensor, key: Tensor, value: Tensor, given: Given, heads: slice, settings: Settings
     ) -> Iterator[Gradient]:
         where = self.hops[hop]
-        if not where.visible.any():
+        if where.empty:
             return
-        rows = self._row_set(where.queries, query)
         output, grad_output = (self._batched(tensor, where.queries) for tensor in (given.output, given.grad_output))
         lse, grad_lse = (
-            rows.take(tensor, 1).unflatten(1, (self.batch, -1)).transpose(0, 1) for tensor in (given.lse, given.of_lse)
+            where.queries.take(tensor, 1).unflatten(1, (self.batch, -1)).transpose(0, 1)
+            for tensor in (given.lse, given.of_lse)
         )
         grads = chunked_gradients(
             *self._rows(where, query, key, value),
@@ -257,54 +291,44 @@ class MaskedKernel(LocalKernel):
             **self._masks(where, heads, query.device),
         )
         flat = [gradient.flatten(0, 1) for gradient in grads]
-        yield Gradient(rows, flat[0], self._row_set(where.keys, key), flat[1], flat[2])
+        yield Gradient(where.queries, flat[0], where.keys, flat[1], flat[2])
 
-    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str]:
+    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str] | None:
         names: list[str] | None = None
         for where in self.hops:
-            rows = (where.queries.shape[1], where.keys.shape[1], where.keys.shape[1])
+            if where.empty:
+                continue
             shaped = [
                 _shaped(tensor, self.batch * count).unflatten(0, (self.batch, count))
-                for tensor, count in zip((query, key, value), rows, strict=True)
+                for tensor, count in zip((query, key, value), (where.count, where.count_k, where.count_k), strict=True)
             ]
-            if not where.visible.any():
-                continue
-            masks = self._masks(where, slice(0, query.shape[1]), query.device)
-            selection = explain(
-                shaped[0], shaped[1], shaped[2], backend=settings.backend, **masks, **settings.options()
-            )
-            able = [candidate.backend.name for candidate in selection.considered if not candidate.refusals]
+            able = _able(shaped, settings, **self._masks(where, slice(0, query.shape[1]), query.device))
             names = able if names is None else [name for name in names if name in able]
-        return names or []
+        return names
 
     def _rows(self, where: MaskedHop, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._batched(query, where.queries), self._batched(key, where.keys), self._batched(value, where.keys)
 
-    def _batched(self, tensor: Tensor, rows: Tensor) -> Tensor:
+    def _batched(self, tensor: Tensor, rows: RowSet) -> Tensor:
         """`[T, ...]` -> the rows of each sequence, `[B, n', ...]`."""
-        batched: Tensor = self._row_set(rows, tensor).take(tensor).unflatten(0, (self.batch, -1))
+        batched: Tensor = rows.take(tensor).unflatten(0, (self.batch, -1))
         return batched
 
-    def _row_set(self, rows: Tensor, tensor: Tensor) -> RowSet:
-        return RowSet.of_index(rows.flatten(), tensor.shape[0])
-
     def _masks(self, where: MaskedHop, heads: slice, device: torch.device) -> dict[str, Any]:
-        visible = None if where.visible.all() else where.visible.to(device)[None, None]
-        mask = self.mask
+        hidden, mask = where.hidden_on(device), self.mask
         if mask is not None:
             mask = mask if mask.shape[1] == 1 else mask[:, heads]
-            for dim, positions in ((2, where.positions_q), (3, where.positions_k)):
-                mask = mask if mask.shape[dim] == 1 else mask.index_select(dim, positions.to(device))
-        if mask is None or visible is None:
-            mask = visible if mask is None else mask
-        elif mask.dtype == torch.bool:
-            mask = mask & visible
-        else:
-            mask = mask.masked_fill(~visible, -torch.inf)
+            for dim, positions in ((2, where.positions), (3, where.positions_k)):
+                mask = mask if mask.shape[dim] == 1 else positions.take(mask, dim)
+        if hidden is not None:
+            if mask is None:
+                mask = ~hidden
+            elif mask.dtype == torch.bool:
+                mask = mask & ~hidden
+            else:
+                mask = mask.masked_fill(hidden, -torch.inf)
         padding = self.key_padding_mask
-        if padding is not None:
-            padding = padding.index_select(1, where.positions_k.to(device))
-        return {"mask": mask, "key_padding_mask": padding}
+        return {"mask": mask, "key_padding_mask": None if padding is None else where.positions_k.take(padding, 1)}
 
 
 def band_between(positions_q: Tensor, positions_k: Tensor, band: Band) -> Tensor:

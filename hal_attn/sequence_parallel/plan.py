@@ -37,7 +37,7 @@ class Plan:
     groups: SequenceParallelGroups
     description: Description
     expected: Mapping[str, object]
-    _agreed: dict[object, str | None] = field(default_factory=dict, repr=False)
+    _agreed: dict[object, str | Sequence[str] | None] = field(default_factory=dict, repr=False)
 
     # Who holds what
 
@@ -188,17 +188,17 @@ class Plan:
         if key in self._agreed:
             return self._agreed[key]
 
-        def able() -> list[str]:
+        def able() -> list[str] | None:
             tensors = given.checked(self)
             masks = masks_without_values(self, given.mask, given.key_padding_mask)
             return self._kernel(*masks).backends(*self._heads_here(tensors), given.settings(given.backend))
 
-        names, found = agreed(self.groups.everyone, able, lambda names: {**told, "_backends": names})
-        lists: list[Any] = [description["_backends"] for description in found]
-        working = [other for other in lists if other]
-        common = [name for name in (working[0] if working else names) if all(name in other for other in working)]
-        self._agreed[key] = common[0] if common else None
-        return self._agreed[key] if common else given.backend
+        _, found = agreed(self.groups.everyone, able, lambda names: {**told, "_backends": names})
+        lists: list[Any] = [names for about in found if (names := about["_backends"]) is not None]
+        common = [name for name in lists[0] if all(name in other for other in lists)] if lists else []
+        # Without one that takes all calls, each call chooses its own; every rank has seen that there is one.
+        self._agreed[key] = common[0] if common else given.backend
+        return self._agreed[key]
 
     def _heads_here(self, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The shapes that this rank's kernels will see, without memory."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from hal_attn.sequence_parallel.blocks import Block, Segment, blocks
 from hal_attn.sequence_parallel.description import Description
@@ -119,19 +120,29 @@ class Schedule:
         if not count:
             return ()
         queries, keys = (Rows(rows.pieces[:1], rows.lengths[:1]) for rows in (chunk_q, chunk_k))
-        band = self.description.band(0)
-        visible = band_between(queries.positions, keys.positions, band)
-        if rank:
-            visible[queries.replicated[:, None], keys.replicated] = False
         rows_q, rows_k = (torch.arange(count * rows.count).view(count, -1) for rows in (queries, keys))
-        found = [MaskedHop(rows_q, rows_k, queries.positions, keys.positions, visible)]
+        found = [self._masked_hop(rows_q, rows_k, queries.positions, keys.positions, chunk_q.count, chunk_k.count)]
+        if rank:
+            found[0].visible[queries.replicated[:, None], keys.replicated] = False
         positions = queries.positions[queries.own]
-        for arriving, _ in self._arrivals(rank):
+        for arriving, total in self._arrivals(rank):
             places = _concatenated([torch.arange(*segment.span) for segment in arriving[0]])
             rows_k = torch.stack([_concatenated([_rows_of(s) for s in segments]) for segments in arriving])
-            visible = band_between(positions, places, band)
-            found.append(MaskedHop(rows_q[:, queries.own], rows_k, positions, places, visible))
+            found.append(self._masked_hop(rows_q[:, queries.own], rows_k, positions, places, chunk_q.count, total))
         return tuple(found)
+
+    def _masked_hop(
+        self, rows_q: Tensor, rows_k: Tensor, positions: Tensor, positions_k: Tensor, total_q: int, total_k: int
+    ) -> MaskedHop:
+        return MaskedHop(
+            RowSet.of_index(rows_q.flatten(), total_q),
+            RowSet.of_index(rows_k.flatten(), total_k),
+            positions.numel(),
+            positions_k.numel(),
+            RowSet.of_index(positions, self.queries.lengths[0]),
+            RowSet.of_index(positions_k, self.keys.lengths[0]),
+            band_between(positions, positions_k, self.description.band(0)),
+        )
 
     def _arrivals(self, rank: int) -> list[tuple[list[list[Segment]], int]]:
         """Each remote buffer: its segments by sequence, and its rows."""
@@ -174,9 +185,9 @@ def _overlap(span: Span, seen: Sequence[Span]) -> list[Span]:
     return [part for part in parts if tokens([part]) > 0]
 
 
-def _rows_of(segment: Segment) -> torch.Tensor:
+def _rows_of(segment: Segment) -> Tensor:
     return torch.arange(segment.row, segment.row + segment.span.length)
 
 
-def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=torch.int64)
