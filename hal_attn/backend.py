@@ -140,6 +140,11 @@ class AttentionBackend(ABC):
         """The builder of this backend's metadata; prepared once for each batch, shared by all layers."""
         return AttentionMetadataBuilder()
 
+    def unchecked(self, hook: str) -> Callable[..., Any]:
+        """`hook` for a caller that asked `refusals` about the call; for a backend whose hooks ask it themselves."""
+        found: Callable[..., Any] = getattr(self, hook)
+        return found
+
     def bind(self, request: AttentionRequest) -> Callable[..., AttentionResult] | None:
         """The shortest way to run batched calls like `request` that carry no option tensor: a callable of (query, key,
         value); None to call `forward` with the request's options."""

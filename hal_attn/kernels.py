@@ -23,10 +23,10 @@ from torch import Tensor
 from hal_attn.backend import AttentionMetadata, AttentionMetadataBuilder, AttentionResult
 from hal_attn.errors import UnsupportedAttentionError
 from hal_attn.masks import MaskedInputs, edges, masked_inputs
-from hal_attn.packing import PackedSequences
+from hal_attn.packing import PackedSequences, check_offsets
 from hal_attn.probing import version_of
 from hal_attn.refusal import Refusal
-from hal_attn.request import AttentionRequest
+from hal_attn.request import AttentionRequest, tensor_options
 from hal_attn.ring import RingBackend
 from hal_attn.rows import leading_blind_rows, packed_blind_rows
 
@@ -49,7 +49,7 @@ class PackedMetadataBuilder(AttentionMetadataBuilder):
         return PackedMetadata(sequences, request.device, blind)
 
     def key(self, request: AttentionRequest) -> object:
-        return (request.device, edges(request.causal, request.window_size)[1])
+        return (request.device, request.tokens_q, edges(request.causal, request.window_size)[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,6 @@ class KernelBackend(RingBackend):
         self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall, blind: Tensor | None, return_lse: bool
     ) -> AttentionResult:
         """`run`, and all around it but the masks; `blind` is `[B|1, H|1, Sq]`, or `[1, Tq]` of a packed call."""
-        self._check(call)
         value_head_dim = value.shape[-1]
         group = query.shape[-2] // key.shape[-2]
         if group > 1 and not self.native_grouped_heads:
@@ -165,23 +164,12 @@ class KernelBackend(RingBackend):
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return padded_head_dims(query, key, value, self.head_dim_multiple, self.one_head_dim)
 
-    def _check(self, call: KernelCall) -> None:
-        """A hook called by hand may name an option that was never claimed; it is refused, not dropped."""
-        has = self.capabilities
-        given = {
-            "mask": (call.masks is not None, bool(has.masks) or has.key_padding_mask),
-            "softcap": (call.softcap > 0, has.softcap),
-            "sinks": (call.sinks is not None, has.sinks),
-            "alibi_slopes": (call.alibi_slopes is not None, has.alibi_slopes),
-            "dropout_p": (call.dropout_p > 0, has.dropout),
-            "deterministic": (call.deterministic, has.deterministic),
-            "window_size": (call.left >= 0 or call.right > 0, has.window),
-            "causal": (call.right == 0, has.causal != "none"),
-        }
-        for name, (wanted, claimed) in given.items():
-            if wanted and not claimed:
-                reasons = ((self.name, (Refusal(name, "given", "off"),)),)
-                raise UnsupportedAttentionError(f"{self.name} does not take {name}", reasons)
+    def _check(self, request: AttentionRequest) -> None:
+        """A hook called by hand is given anything: what no dispatcher would have passed on is refused, not dropped."""
+        refusals = self.refusals(request)
+        if refusals:
+            message = f"{self.name} does not take this call ({request.describe()})"
+            raise UnsupportedAttentionError(message, [(self.name, refusals)])
 
     def _needs_lse(self, return_lse: bool, options: dict[str, Any]) -> bool:
         return return_lse or (options.get("sinks") is not None and not self.native_sinks)
@@ -190,7 +178,23 @@ class KernelBackend(RingBackend):
 class BatchedKernel(KernelBackend):
     """An adapter whose `run` takes batched calls."""
 
-    def forward(
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> AttentionResult:
+        """As `AttentionBackend.forward`; by hand, checked like a call of `attention`.
+
+        Raises:
+            InvalidAttentionInputError, UnsupportedAttentionError: as there.
+        """
+        from hal_attn.validation import dense_request
+
+        request = dense_request(query, key, value, options)
+        self._check(request)
+        given: dict[str, Any] = {**request.options(), **tensor_options(options)}
+        return self._batched(query, key, value, **given)
+
+    def unchecked(self, hook: str) -> Callable[..., Any]:
+        return self._batched if hook == "forward" else super().unchecked(hook)
+
+    def _batched(
         self,
         query: Tensor,
         key: Tensor,
@@ -238,17 +242,52 @@ class PackedKernel(KernelBackend):
         max_seqlen_k: int | None = None,
         cu_seqlens_k_host: tuple[int, ...] | None = None,
         metadata: AttentionMetadata | None = None,
+        **options: Any,
+    ) -> AttentionResult:
+        """As `AttentionBackend.forward_varlen`; by hand, checked like a call of `varlen_attention`. `metadata` is made
+        here where it is not given, once for its sequences.
+
+        Raises:
+            InvalidAttentionInputError, UnsupportedAttentionError: as there.
+        """
+        from hal_attn.validation import packed_request
+
+        sequences = None if metadata is None else metadata.sequences
+        if sequences is None:
+            offsets = (cu_seqlens, max_seqlen, cu_seqlens_host, cu_seqlens_k, max_seqlen_k, cu_seqlens_k_host)
+            sequences = _sequences(*offsets)
+        request = packed_request(query, key, value, sequences, options)
+        self._check(request)
+        builder = self.metadata_builder()
+        key_of = ("metadata", self, builder.key(request))
+        given: dict[str, Any] = {**request.options(), **tensor_options(options)}
+        given["metadata"] = sequences.memo(key_of, lambda: builder.build(sequences, request))
+        return self._packed(query, key, value, **given)
+
+    def unchecked(self, hook: str) -> Callable[..., Any]:
+        return self._packed if hook == "forward_varlen" else super().unchecked(hook)
+
+    def _packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        metadata: PackedMetadata,
         scale: float | None = None,
         causal: bool = False,
         window_size: tuple[int, int] | None = None,
         return_lse: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cu_seqlens_host: tuple[int, ...] | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | None = None,
+        cu_seqlens_k_host: tuple[int, ...] | None = None,
         **options: Any,
     ) -> AttentionResult:
+        # The offsets are those of the metadata.
         left, right = edges(causal, window_size)
-        if metadata is None:
-            offsets = (cu_seqlens, max_seqlen, cu_seqlens_host, cu_seqlens_k, max_seqlen_k, cu_seqlens_k_host)
-            metadata = self._metadata(query, key, value, offsets, causal=causal, window_size=window_size, scale=scale)
-        assert isinstance(metadata, PackedMetadata)
         call = KernelCall(
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             left=left,
@@ -260,23 +299,23 @@ class PackedKernel(KernelBackend):
         blind = None if metadata.blind is None else metadata.blind[None]
         return self._around(query, key, value, call, blind, return_lse)
 
-    def _metadata(
-        self, query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Any, ...], **options: object
-    ) -> AttentionMetadata:
-        """Metadata for a hook that is called by hand, without any."""
-        from hal_attn.validation import packed_request
 
-        cu_seqlens, longest, host, cu_seqlens_k, longest_k, host_k = offsets
-        if host is None:
-            other = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-            sequences = PackedSequences.from_device_offsets(
-                cu_seqlens, other, longest, longest if longest_k is None else longest_k
-            )
-        else:
-            names = ("cu_seqlens_host", "cu_seqlens_k_host")
-            sequences = PackedSequences.checked(cu_seqlens, cu_seqlens_k, host, host_k, names)
-        request = packed_request(query, key, value, sequences, options)
-        return self.metadata_builder().build(sequences, request)
+def _sequences(
+    cu_seqlens: Tensor,
+    longest: int,
+    host: tuple[int, ...] | None,
+    cu_seqlens_k: Tensor | None,
+    longest_k: int | None,
+    host_k: tuple[int, ...] | None,
+) -> PackedSequences:
+    """The sequences of a packed hook that was called by hand, without metadata."""
+    if host is not None:
+        return PackedSequences.checked(cu_seqlens, cu_seqlens_k, host, host_k, ("cu_seqlens_host", "cu_seqlens_k_host"))
+    offsets = check_offsets("cu_seqlens", cu_seqlens)
+    offsets_k = offsets if cu_seqlens_k is None else check_offsets("cu_seqlens_k", cu_seqlens_k)
+    return PackedSequences.from_device_offsets(
+        offsets, offsets_k, int(longest), int(longest if longest_k is None else longest_k)
+    )
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,7 +324,7 @@ def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tens
     A sink is one more logit in the denominator, so the LSE grows and each row shrinks by what it grew.
     """
     joined = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    share = torch.exp(lse - joined).transpose(-1, -2).unsqueeze(-1)
+    share = torch.exp(lse - joined).masked_fill(torch.isneginf(lse), 0.0).transpose(-1, -2).unsqueeze(-1)
     return (output * share).to(output.dtype), joined
 
 

@@ -68,7 +68,10 @@ def _forward_varlen(
         builder = backend.metadata_builder()
         key_of = ("metadata", backend, builder.key(request))
         arguments["metadata"] = sequences.memo(key_of, lambda: builder.build(sequences, request))
-    return backend.forward_varlen(query, key, value, **arguments, **request.options(), **tensors)
+    result: AttentionResult = backend.unchecked("forward_varlen")(
+        query, key, value, **arguments, **request.options(), **tensors
+    )
+    return result
 
 
 def _alive_rows(sequences: PackedSequences, device: torch.device) -> tuple[PackedSequences, Tensor, Tensor]:

@@ -139,7 +139,9 @@ def _one_head(
     if sink is not None:
         scores = torch.cat([scores, sink.expand(scores.shape[0], 1)], dim=1)
         v = torch.cat([v, v.new_zeros(1, v.shape[1])])
-    alive = visible.any(1) if sink is None else torch.ones(scores.shape[0], dtype=torch.bool, device=q.device)
+    alive = visible.any(1)
+    if sink is not None:
+        alive = alive | ~torch.isneginf(sink)
     safe = scores.masked_fill(~alive[:, None], 0.0)
     weights = torch.softmax(safe, dim=1) if safe.shape[1] else safe
     weights = weights.masked_fill(~alive[:, None], 0.0)

@@ -241,7 +241,8 @@ def require(selection: Selection, registry: Registry, settings: Settings) -> Att
         return selection.chosen
     refusals = tuple((candidate.backend.name, candidate.refusals) for candidate in selection.considered)
     named = not selection.source.startswith("the default order")
-    missing = [(c.backend, registry.unavailable(c.backend)) for c in selection.considered]
+    own = selection.platform.backends()
+    missing = [(b, registry.unavailable(b) if b in own else None) for b, _ in selection.considered]
     if named and missing and all(reason is not None for _, reason in missing):
         lines = [f"{selection.source}: not available here"]
         for backend, reason in missing:

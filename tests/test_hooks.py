@@ -31,7 +31,7 @@ from tests.fakes import (
     install,
     on_the_cpu,
 )
-from tests.support import dense, packed
+from tests.support import assert_right, dense, packed
 
 
 def test_a_backend_written_for_sglang_ports_as_it_is(monkeypatch):
@@ -192,3 +192,44 @@ def test_every_backend_has_a_metadata_builder(monkeypatch):
         metadata = backend.metadata_builder().build(sequences, request)
         assert metadata.sequences is sequences
         assert metadata.device == query.device
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "options", "rule"),
+    [
+        ("cuda:sm90", "torch_cudnn", {"window_size": (2, 1)}, "window_size"),
+        ("cuda:sm90", "torch_efficient", {"window_size": (-1, 2)}, "window_size"),
+        ("cuda:sm90", "flash_attn", {"mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, "mask"),
+        ("rocm:gfx942", "aiter", {"softcap": 1.0, "dropout_p": 0.2}, "softcap"),
+        ("ascend", "ascend_fa", {"softcap": 1.0}, "softcap"),
+    ],
+)
+def test_a_vendor_s_hook_called_by_hand_refuses_what_it_would_drop(monkeypatch, device, name, options, rule):
+    monkeypatch.setenv("HAL_ATTN_SIMULATE", device)
+    tensors = dense(1, 5, head_dim=64, dtype=torch.float16)
+    backend = next(c.backend for c in explain(*tensors).considered if c.backend.name == name)
+    with pytest.raises(UnsupportedAttentionError) as caught:
+        backend.forward(*tensors, **options)
+    assert rule in {refusal.rule for _, refusals in caught.value.refusals for refusal in refusals}
+
+
+def test_a_vendor_s_packed_hook_called_by_hand_takes_offsets_as_they_come(monkeypatch):
+    """int64 offsets, a maximum as a tensor, an open edge as None: what `varlen_attention` takes, the hook takes."""
+    monkeypatch.setenv("HAL_ATTN_SIMULATE", "cuda:sm90")
+    *tensors, sequences = packed([5, 3], head_dim=64, dtype=torch.float16)
+    backend = next(
+        c.backend for c in explain(*tensors, sequences=sequences).considered if c.backend.name == "flash_attn"
+    )
+    offsets = torch.tensor([0, 5, 8])
+    found = backend.forward_varlen(
+        *tensors, cu_seqlens=offsets, max_seqlen=torch.tensor(5), window_size=(None, 0), return_lse=True
+    )
+    right = varlen_attention(*tensors, sequences=sequences, causal=True, return_lse=True, backend="flash_attn")
+    assert all(torch.equal(have, want) for have, want in zip(found, right, strict=True))
+
+
+def test_a_sink_of_minus_infinity_is_none(monkeypatch):
+    monkeypatch.setenv("HAL_ATTN_SIMULATE", "cuda:sm90")
+    tensors = dense(1, 6, 3, heads=2, head_dim=16, dtype=torch.float16)
+    sinks = torch.tensor([-torch.inf, 1.0])
+    assert "flash_attn" in assert_right(*tensors, causal=True, sinks=sinks, gradients=False)

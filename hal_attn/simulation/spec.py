@@ -46,14 +46,17 @@ class SimulationSpec:
         allowed = {"empty_lse": ("", *EMPTY_LSE), **choices}
         taken = {name: values[0] for name, values in allowed.items()}
         generation = generations[0]
+        given: set[str] = set()
         for index, part in enumerate((text or "").split(",")):
-            name, separator, value = part.strip().partition("=")
+            name, separator, value = (piece.strip() for piece in part.partition("="))
             if not separator and index == 0:
                 generation = _generation(name, vendor, generations) if name else generation
-            elif value not in allowed.get(name, ()):
+                continue
+            value = value.lower() if value.lower() in allowed.get(name, ()) else value
+            if value not in allowed.get(name, ()) or not value or name in given:
                 raise _wrong(vendor, part, allowed, generations)
-            else:
-                taken[name] = value
+            given.add(name)
+            taken[name] = value
         return cls(generation, taken)
 
 
@@ -61,10 +64,10 @@ def _generation(name: str, vendor: str, generations: Sequence[str]) -> str:
     if name in generations:
         return name
     found = [generation for generation in generations if name.lower() in generation.lower()]
-    if found:
+    if len(found) == 1:
         return found[0]
     close = difflib.get_close_matches(name, generations, n=1, cutoff=0.4)
-    hint = f" (did you mean {close[0]}?)" if close else ""
+    hint = f" ({name} fits {', '.join(found)})" if found else f" (did you mean {close[0]}?)" if close else ""
     raise ConfigurationError(
         f"HAL_ATTN_SIMULATE: got generation {name!r} of {vendor}; allowed: {', '.join(generations)}{hint}"
     )

@@ -19,6 +19,8 @@ from hal_attn.request import AttentionRequest
 
 OPERATOR = "_scaled_dot_product_cudnn_attention"
 WITHOUT_DROPOUT = range(91101, 91400)
+WITH_WIDE_HEADS = 91000
+LATEST = 121
 
 
 class TorchCudnnBackend(BatchedKernel):
@@ -60,7 +62,10 @@ class TorchCudnnBackend(BatchedKernel):
     def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
         architecture = self.architecture(request.device)
         refusals = super().refusals(request) + capability_rule(architecture, 80, "cuDNN's attention")
-        refusals += self._head_dim_rule(request, compute_capability(architecture)) + positive_scale_rule(request)
+        capability = compute_capability(architecture)
+        if capability is not None and capability > LATEST:
+            refusals += (Refusal("device", architecture, f"at most sm{LATEST} for cuDNN's attention"),)
+        refusals += self._head_dim_rule(request, capability) + positive_scale_rule(request)
         if request.mask == "none" and not request.key_padding_mask:
             refusals += self._band_rules(request)
         if request.dropout_p > 0 and (request.packed or request.seqlen_q == 1):
@@ -84,6 +89,9 @@ class TorchCudnnBackend(BatchedKernel):
         dim = max(request.head_dim, request.value_head_dim)
         if dim <= 128 or dim > 256:
             return ()
+        version = torch.backends.cudnn.version() or 0
+        if capability == 90 and 0 < version < WITH_WIDE_HEADS:
+            return (Refusal("head_dim", f"{dim} with cuDNN {version}", "at most 128, or cuDNN 9.10"),)
         if capability != 90:
             return (Refusal("head_dim", str(dim), "at most 128, or 256 on sm90"),)
         wants_grad = request.needs_grad or bool(request.needs_option_grad)

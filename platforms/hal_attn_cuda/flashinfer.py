@@ -17,6 +17,7 @@ from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.guard import attempt
 from hal_attn.kernels import KernelCall, KernelResult, PackedKernel, PackedMetadata, PackedMetadataBuilder
 from hal_attn.packing import PackedSequences
+from hal_attn.portable.flash_rules import positive_scale_rule
 from hal_attn.portable.generation import capability_rule
 from hal_attn.portable.operators import aligned
 from hal_attn.probing import has_parameter
@@ -96,7 +97,8 @@ class FlashInferCudnnBackend(PackedKernel):
     int32 and count elements of each tensor's own memory, so that a tensor of 2^31 elements or more is refused. Lengths
     are `[B, 1, 1, 1]`. The LSE is `[Tq, H]`, in base 2 unless it is asked for in "ln". cuDNN before 9.27 loses part of
     the LSE of grouped heads where the longest length is 1, which the buckets never say. Without the Python package
-    `cudnn` it falls back to a kernel with other rules, and is refused.
+    `cudnn` it falls back to a kernel with other rules, and is refused. A scale below 0 is right without causal (seen on
+    an H200); what was not tried there, a scale of 0, or below 0 with causal, is refused.
 
     SGLang's vision layer demands lengths, the longest length and element offsets of its caller. Here they are derived
     from the offsets, once a batch; `sequence_lengths` may be given to `forward_varlen` and is checked against them.
@@ -127,6 +129,8 @@ class FlashInferCudnnBackend(PackedKernel):
     def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
         refusals = super().refusals(request)
         refusals += capability_rule(self.architecture(request.device), 80, "cuDNN's attention")
+        if request.causal or request.softmax_scale == 0:
+            refusals += positive_scale_rule(request)
         if request.window_size is not None and not request.causal:
             refusals += (Refusal("window_size", str(request.window_size), "a window that ends at the diagonal"),)
         dim = bucketed_dim(max(request.head_dim, request.value_head_dim))
@@ -163,7 +167,7 @@ class FlashInferCudnnBackend(PackedKernel):
     def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
         batch = call.metadata
         assert isinstance(batch, RaggedMetadata)
-        query, key, value = (aligned(tensor, self.head_dim_multiple) for tensor in (query, key, value))
+        query, key, value = (_countable(aligned(tensor, self.head_dim_multiple)) for tensor in (query, key, value))
         options: dict[str, Any] = {"lse_base": "ln"} if call.needs_lse else {}
         if call.left >= 0:
             options["window_left"] = call.left
@@ -204,6 +208,11 @@ def _padded_starts(offsets: Tensor, batch: int) -> Tensor:
     """Offsets `[N + 1]` -> int64 `[batch + 1]`, with empty sequences at the end."""
     more = batch + 1 - offsets.shape[0]
     return torch.cat([offsets.long(), offsets[-1:].long().expand(more)])
+
+
+def _countable(tensor: Tensor) -> Tensor:
+    """Rows whose first elements int32 can count: those of a view with wide strides are brought together."""
+    return tensor if tensor.shape[0] * tensor.stride(0) < 2**31 else tensor.contiguous()
 
 
 def _check_lengths(given: Tensor, cu_seqlens: Tensor, host: tuple[int, ...] | None) -> None:
