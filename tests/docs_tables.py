@@ -28,6 +28,7 @@ from hal_attn.settings import VARIABLES
 from hal_attn.simulation.spec import EMPTY_LSE
 from tests import arguments
 from tests.cuda.hardware import BACKENDS
+from tests.sequence_parallel import coverage
 
 DOCS = Path(__file__).parents[1] / "docs"
 RUN = DOCS / "data" / "h200-backends.json"
@@ -153,6 +154,7 @@ TABLES = {
     "simulations": simulations,
     "h200 backends": hardware,
     "h200 choices": choices,
+    "sequence parallel coverage": lambda: table(*coverage.rows()),
 }
 
 

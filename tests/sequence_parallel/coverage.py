@@ -72,6 +72,8 @@ FEATURES = {
         "test_sharding.py::test_gather_is_the_inverse_of_shard",
         "test_sharding.py::test_positions",
         "test_sharding.py::test_the_gradient_of_gather",
+        "test_report.py::test_the_report_says_what_the_plan_does",
+        "test_report.py::test_the_layout_and_its_reason",
     ),
     "11 simulated vendors": (
         "test_simulated.py::test_one_sided_sequences_never_reach_the_kernel",
@@ -80,12 +82,17 @@ FEATURES = {
 }
 
 
-def main():
-    print("|", " | ".join(("", *COLUMNS)), "|")
-    print("|", "---|" * (len(COLUMNS) + 1), sep="")
+def rows():
+    """The table, its head first: each feature, and its tests in each mode."""
+    yield ("", *COLUMNS)
     for row, test in _ROWS.items():
-        cells = (f"`{test}[{pattern.replace('{}', '*')}*]`" for pattern in _IDS)
-        print("|", " | ".join((row, *cells)), "|")
+        yield (row, *(f"`{test}[{pattern.replace('{}', '*')}*]`" for pattern in _IDS))
+
+
+def main():
+    from tests.docs_tables import table
+
+    print(table(*rows()), end="")
 
 
 if __name__ == "__main__":
