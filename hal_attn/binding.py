@@ -57,14 +57,18 @@ def bind_packed(
     """The call that answers packed calls like this one: `call(query, key, value, sequences, **tensor_options)`."""
     request = packed_request(query, key, value, sequences, options)
     tensors = tensor_options(options)
+    reads = sequences.cu_seqlens_host is None and _rejects_empty(registry, request)
+    known = _on_host(sequences, query, key) if reads else sequences
 
     def run(candidate: AttentionBackend) -> object:
-        return _packed_call(candidate, request)(query, key, value, sequences, **tensors)
+        return _packed_call(candidate, request)(query, key, value, known, **tensors)
 
     has_keys = bool(request.tokens_q and request.tokens_k)
-    selection, settings = _choose(registry, request, sequences, backend, run if has_keys else None)
+    selection, settings = _choose(registry, request, known, backend, run if has_keys else None)
     chosen = require(selection, registry, settings)
     call = _without_autocast(_packed_call(chosen, request), request)
+    if reads:
+        call = partial(_read_first, call, selection, settings)
     if settings.validate == "full":
         return partial(_validated, call)
     return call
@@ -120,7 +124,7 @@ def _selection(
 
 def _dense_call(backend: AttentionBackend, request: AttentionRequest, with_tensors: bool) -> BoundCall:
     short = None if with_tensors else backend.bind(request)
-    return short if short is not None else partial(backend.forward, **request.options())
+    return short if short is not None else partial(backend.unchecked("forward"), **request.options())
 
 
 def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundCall:
@@ -177,6 +181,49 @@ def _validated(
 ) -> AttentionResult:
     sequences.check_against_device()
     return call(query, key, value, sequences, **tensors)
+
+
+def _rejects_empty(registry: Registry, request: AttentionRequest) -> bool:
+    return registry.platform_for(request.device, environment.read()).rejects_empty_sequences
+
+
+def _read_first(
+    call: BoundCall,
+    selection: Selection,
+    settings: environment.Settings,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: PackedSequences,
+    **tensors: Tensor,
+) -> AttentionResult:
+    """`call` where the platform rejects empty sequences and only the device knows the lengths.
+
+    A bound call serves other sequences with the same signature, which does not know which of them are empty.
+    """
+    known = _on_host(sequences, query, key)
+    _check_empty(known, selection, settings)
+    return call(query, key, value, known, **tensors)
+
+
+def _on_host(sequences: PackedSequences, query: Tensor, key: Tensor) -> PackedSequences:
+    """The same sequences with their lengths on the host; waits for the device once a batch."""
+    known = sequences.memo("on host", partial(_read, sequences))
+    known.check_tensors(query, key)
+    return known
+
+
+def _read(sequences: PackedSequences) -> PackedSequences:
+    offsets_k = None if sequences.equal_lengths else sequences.cu_seqlens_k
+    names = ("cu_seqlens_host", "cu_seqlens_k_host")
+    known = PackedSequences.checked(sequences.cu_seqlens, offsets_k, None, None, names, sequences.source)
+    for name, bound, have in (
+        ("max_seqlen", sequences.max_seqlen, known.max_seqlen),
+        ("max_seqlen_k", sequences.max_seqlen_k, known.max_seqlen_k),
+    ):
+        if bound < have:
+            raise InvalidAttentionInputError(name, str(bound), f"at least the longest sequence, {have}, or None")
+    return known
 
 
 def _check_empty(sequences: PackedSequences, selection: Selection, settings: environment.Settings) -> None:

@@ -87,7 +87,7 @@ class Mode:
         sent = (traffic(plan, *sizes), traffic(plan, *sizes, backward=True))
 
         def ran() -> str:
-            return ", ".join(sorted({str(name) for name in plan._agreed.values()}))
+            return ", ".join(sorted(plan.backends))
 
         yield Running(attend, plan.shard, plan.shard_kv, ran, sent)
 

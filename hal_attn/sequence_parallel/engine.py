@@ -81,7 +81,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor, list[Turn]]:
         """(output `[T, H, Dv]`, LSE `[H, T]`) of this rank's tokens, and what `backward` needs."""
         split = HeadSplit(query.shape[1], key.shape[1], self.ranks)
-        plans = self._turns(split)
+        plans = self.turns(split)
         arriving = self._there(plans, 0, (query, key, value))
         turns: list[Turn] = []
         leaving: list[Arriving] = []
@@ -158,7 +158,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of query, key, value `[T, H, d]` (float32) and of the sinks `[H]`."""
         split = HeadSplit(*sizes, self.ranks)
-        plans = self._turns(split)
+        plans = self.turns(split)
         arriving = self._there_gradients(plans, 0, grads)
         totals = self._gradient_totals(split, turns[0])
         sink_grad = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
@@ -237,7 +237,7 @@ class Engine:
     def _coordinate(self) -> int:
         return 0 if self.heads is None else self.heads.coordinate
 
-    def _turns(self, split: HeadSplit) -> list[list[HeadShare]]:
+    def turns(self, split: HeadSplit) -> list[list[HeadShare]]:
         """`[turn][rank]` -> its heads."""
         count = split.turns(_PIPELINE_TURNS) if self.heads is not None else 1
         return [[split.turn(share, index, count) for share in split.shares] for index in range(count)]

@@ -123,6 +123,14 @@ class Plan:
             lse = lse.unflatten(1, (self.description.batch, -1)).transpose(0, 1)
         return (output, lse) if return_lse else output
 
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """What the group agreed on for the calls made so far, by name; those that each call chooses are left out."""
+        names = (
+            name for found in self._agreed.values() for name in ([found] if isinstance(found, str) else found or ())
+        )
+        return tuple(dict.fromkeys(names))
+
     @cached_property
     def engine(self) -> Engine:
         """What this rank does for every attention of the plan."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from hal_attn.sequence_parallel.exchange import GatherExchange, RingExchange
 from hal_attn.sequence_parallel.heads import HeadShare, HeadSplit
 from hal_attn.sequence_parallel.plan import Plan
-from hal_attn.sequence_parallel.ulysses import SideRows, _padded
+from hal_attn.sequence_parallel.ulysses import SideRows, padded_size
 
 _FLOAT32 = 4
 
@@ -85,7 +85,7 @@ def traffic(
     no gradient given for the LSE)."""
     sizes = Sizes(heads, kv_heads, head_dim, value_head_dim, itemsize, backward)
     split = HeadSplit(heads, kv_heads, plan.groups.ulysses)
-    turns = plan.engine._turns(split)
+    turns = plan.engine.turns(split)
     found = []
     if plan.groups.ulysses > 1:
         found.append(_of_heads(plan, turns, sizes))
@@ -102,7 +102,7 @@ def traffic(
 
 def _of_heads(plan: Plan, turns: Sequence[Sequence[HeadShare]], sizes: Sizes) -> Share:
     blocks = [block for turn in turns for block in _head_blocks(plan, turn, sizes)]
-    return Share("heads", sum(_padded(sent) for sent, _ in blocks), sum(least for _, least in blocks))
+    return Share("heads", sum(padded_size(sent) for sent, _ in blocks), sum(least for _, least in blocks))
 
 
 def _head_blocks(plan: Plan, turn: Sequence[HeadShare], sizes: Sizes) -> Iterator[tuple[int, int]]:

@@ -124,9 +124,9 @@ class HeadExchange:
 
     def _exchange(self, outgoing: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> _Bytes:
         dtypes = [tensor.dtype for tensor in outgoing[0]]
-        sends = [sum(_padded(tensor.numel() * tensor.element_size()) for tensor in rank) for rank in outgoing]
+        sends = [sum(padded_size(tensor.numel() * tensor.element_size()) for tensor in rank) for rank in outgoing]
         receives = [
-            sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in zip(rank, dtypes, strict=True))
+            sum(padded_size(math.prod(shape) * dtype.itemsize) for shape, dtype in zip(rank, dtypes, strict=True))
             for rank in shapes
         ]
         device = outgoing[0][0].device
@@ -135,7 +135,7 @@ class HeadExchange:
         for tensor in (tensor for rank in outgoing for tensor in rank):
             size = tensor.numel() * tensor.element_size()
             sent[begin : begin + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            begin += _padded(size)
+            begin += padded_size(size)
         work = dist.all_to_all_single(received, sent, receives, sends, group=self.group, async_op=True)
         return _Bytes(received, receives, shapes, dtypes, work, sent)
 
@@ -165,11 +165,11 @@ class _Bytes:
             for shape, dtype in zip(shapes, self.dtypes, strict=True):
                 size = math.prod(shape) * dtype.itemsize
                 tensors.append(block[begin : begin + size].view(dtype).view(shape))
-                begin += _padded(size)
+                begin += padded_size(size)
             found.append(tensors)
         return found
 
 
-def _padded(size: int) -> int:
+def padded_size(size: int) -> int:
     """Room for `size` bytes, up to the next multiple of the alignment, so that a view of any dtype may begin after."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hal_attn.simulation.attention import Attended, Band, attend, attend_packed, partial_gradients_packed
+from hal_attn.simulation.attention import (
+    Attended,
+    Band,
+    attend,
+    attend_packed,
+    check_loads,
+    partial_gradients_packed,
+    spoiled_by_scale,
+)
 from hal_attn.simulation.flash_attn import check_offsets, flash_band
 
 FlashResult = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -58,13 +66,15 @@ class SimulatedAten:
         must(alibi_slopes is None, "This flash attention build does not support alibi.")
         _check_flash(query, key, value)
         band = _flash_band(is_causal, window_size_left, window_size_right, max_k)
-        options = {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "dropout_p": dropout_p}
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        options = {"scale": scale, "dropout_p": dropout_p}
         if cum_seq_q is None or cum_seq_k is None:
             visible = band.visible(query.shape[1], key.shape[1])
             attended = attend(query, key, value, visible=visible, **options)  # type: ignore[arg-type]
         else:
             offsets = (host_offsets(cum_seq_q, max_q), host_offsets(cum_seq_k, max_k))
             attended = attend_packed(query, key, value, *offsets, band=band, **options)  # type: ignore[arg-type]
+        attended = spoiled_by_scale(attended, scale)
         state = torch.zeros(2, dtype=torch.uint64)
         nothing = torch.empty(0, dtype=query.dtype)
         return attended.output, attended.lse_with(self.flash_empty_lse).detach(), state, state[0], nothing
@@ -195,6 +205,7 @@ def _check_flash(query: Tensor, key: Tensor, value: Tensor) -> None:
     must(query.dtype == key.dtype == value.dtype, "query and key must have the same dtype")
     contiguous = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     must(contiguous, "Input tensor must have contiguous last dimension")
+    check_loads(query, key, value)
     dim = query.shape[-1]
     must(dim <= 256, "FlashAttention forward only supports head dimension at most 256")
     must(dim % 8 == 0, "query must have head_size divisible by 8")
@@ -210,22 +221,17 @@ def _check_efficient(
     must(query.shape[2] == key.shape[2] == value.shape[2], "query, key and value must have the same heads")
     for tensor in (query, key, value):
         must(tensor.stride(-1) == 1, "last dimension must be contiguous")
-        must(_aligned(tensor, 1) and tensor.shape[-1] % ALIGNMENT == 0, "query is not correctly aligned")
+        check_loads(tensor, first=1, multiple=ALIGNMENT)
+        must(tensor.shape[-1] % ALIGNMENT == 0, "query is not correctly aligned")
     if bias is not None:
         must(bias.dtype == query.dtype, "invalid dtype for bias - should match query's dtype")
         expected = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         must(tuple(bias.shape) == expected, "attn_bias: wrong shape")
         must(bias.stride(3) == 1, "attn_bias: wrong alignment (last dimension must be contiguous)")
-        must(_aligned(bias, 0), "attn_bias is not correctly aligned")
+        check_loads(bias, multiple=ALIGNMENT)
     kind, window = mask
     must(kind in (0, 1, 2), "invalid value for `custom_mask_type`")
     must(not window or kind != 0, "custom_mask_type not supported")
-
-
-def _aligned(tensor: Tensor, first: int) -> bool:
-    """The strides of the dimensions from `first` to the last but one suit the kernel's loads."""
-    strides = zip(tensor.shape[first:-1], tensor.stride()[first:-1], strict=True)
-    return all(stride % ALIGNMENT == 0 for size, stride in strides if size > 1)
 
 
 def must(holds: bool, message: str) -> None:

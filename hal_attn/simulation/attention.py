@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -89,6 +89,24 @@ def attend(
         weights = weights * (torch.rand_like(weights) >= dropout_p) / (1 - dropout_p)
     lse = scores.logsumexp(-1).masked_fill(empty, -torch.inf)
     return Attended((weights @ v).transpose(1, 2).to(query.dtype), lse.float(), empty)
+
+
+def spoiled_by_scale(attended: Attended, scale: float) -> Attended:
+    """NaN where the scale is not above 0: what kernels give that hide keys with -inf, and look for the largest score,
+    before they scale (FlashAttention 2 to 4, Composable Kernel; cuDNN 9.19 as seen on an H200)."""
+    if scale > 0:
+        return attended
+    return replace(attended, output=attended.output * torch.nan, lse=torch.full_like(attended.lse, torch.nan))
+
+
+def check_loads(*tensors: Tensor, first: int = 0, multiple: int = 8) -> None:
+    """Kernels that load 16 bytes at a time want the first element on 16 bytes and the strides of the dimensions from
+    `first` to the last but one as multiples of `multiple` elements; else a misaligned address, or an error before."""
+    for tensor in tensors:
+        strides = zip(tensor.shape[first:-1], tensor.stride()[first:-1], strict=True)
+        whole = all(stride % multiple == 0 for size, stride in strides if size > 1)
+        if not whole or tensor.storage_offset() * tensor.element_size() % 16:
+            raise RuntimeError(f"misaligned address: strides {tensor.stride()}, offset {tensor.storage_offset()}")
 
 
 def attend_packed(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from hal_attn.simulation.attention import Attended, Band, attend, attend_packed
+from hal_attn.simulation.attention import Attended, Band, attend, attend_packed, check_loads, spoiled_by_scale
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
 
@@ -36,17 +36,18 @@ def _flash_attn_func(empty_lse: float) -> Callable[..., Result]:
         return_attn_probs: bool = False,
     ) -> Result:
         _check(q, k, v, softcap, dropout_p, alibi_slopes)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         attended = attend(
             q,
             k,
             v,
             visible=flash_band(causal, window_size, k.shape[1]).visible(q.shape[1], k.shape[1]),
-            scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            scale=scale,
             softcap=softcap,
             slopes=alibi_slopes,
             dropout_p=dropout_p,
         )
-        return _returned(attended, empty_lse, return_attn_probs)
+        return _returned(spoiled_by_scale(attended, scale), empty_lse, return_attn_probs)
 
     return flash_attn_func
 
@@ -73,6 +74,7 @@ def _flash_attn_varlen_func(empty_lse: float) -> Callable[..., Result]:
         _check(q, k, v, softcap, dropout_p, alibi_slopes)
         check_offsets(cu_seqlens_q, max_seqlen_q)
         check_offsets(cu_seqlens_k, max_seqlen_k)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         if block_table is not None:
             raise NotImplementedError("the simulation has no paged keys")
         attended = attend_packed(
@@ -82,12 +84,12 @@ def _flash_attn_varlen_func(empty_lse: float) -> Callable[..., Result]:
             cu_seqlens_q.tolist(),
             cu_seqlens_k.tolist(),
             band=flash_band(causal, window_size, max_seqlen_k),
-            scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            scale=scale,
             softcap=softcap,
             slopes=alibi_slopes,
             dropout_p=dropout_p,
         )
-        return _returned(attended, empty_lse, return_attn_probs)
+        return _returned(spoiled_by_scale(attended, scale), empty_lse, return_attn_probs)
 
     return flash_attn_varlen_func
 
@@ -129,6 +131,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, softcap: float, dropout_p: float, sl
         raise RuntimeError("query and key must have the same dtype")
     if any(tensor.stride(-1) != 1 for tensor in (q, k, v)):
         raise RuntimeError("Input tensor must have contiguous last dimension")
+    # Heads of another size are padded, so copied, by the package; others are read where they lie.
+    if q.shape[-1] % 8 == 0:
+        check_loads(q, k, v)
     if q.shape[-1] > 256 or q.shape[-1] != v.shape[-1]:
         raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
     if q.shape[-2] % k.shape[-2]:
