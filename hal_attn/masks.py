@@ -98,5 +98,5 @@ def _added(mask: Tensor | None, key_padding_mask: Tensor | None, seen: Tensor, d
         if key_padding_mask is None:
             return mask.to(dtype)
         return mask.to(dtype).masked_fill(~seen, -torch.inf)
-    visible, hidden = (torch.tensor(number, dtype=dtype, device=seen.device) for number in (0.0, -torch.inf))
-    return torch.where(seen, visible, hidden)
+    # Filled on the device: a number made into a tensor there would be copied, and waited for.
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)

@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import os
+from dataclasses import is_dataclass, replace
+from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 
 from hal_attn import PackedSequences, explain, select_backend
@@ -19,6 +25,10 @@ LENGTHS = (5, 8, 3)
 HEADS, KV_HEADS, DIM = 4, 2, 64
 # What a refusal of an argument may be called; a mask is refused by its kind or by its dtype.
 RULES = {"dropout_p": ("dropout_p", "dropout"), "gradients": ("gradients", "dtype"), "grouped heads": ("heads",)}
+# Backends whose vendor is told by `deterministic`; the others refuse it, or repeat anyway.
+TOLD_DETERMINISTIC = ("flash_attn", "flash_attn_3", "flash_attn_4", "aiter", "aiter_triton")
+# Not a half, where the share that is dropped is the share that is kept.
+DROPPED = 0.2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -54,7 +64,7 @@ def arguments(packed, dtype):
         "softcap": {"softcap": 0.8},
         "sinks": {"sinks": randn(HEADS, seed=3)},
         "alibi_slopes": {"alibi_slopes": randn(batch, HEADS, seed=4).abs() * 0.3},
-        "dropout_p": {"dropout_p": 0.5},
+        "dropout_p": {"dropout_p": DROPPED},
         "deterministic": {"deterministic": True},
         "return_lse": {"return_lse": True},
         "gradients": {},
@@ -91,16 +101,14 @@ def _refusals(backend, tensors, options):
 
 
 def _honours(backend, argument, tensors, offsets, given):
-    plain = call(*(t.detach() for t in inputs("sequences" in offsets, tensors[0].dtype)[0]), backend=backend, **offsets)
-    torch.manual_seed(0)
-    result = call(*tensors, backend=backend, **offsets, **given)
     if argument == "deterministic":
-        assert torch.equal(result, call(*tensors, backend=backend, **offsets, **given))
+        _honours_deterministic(backend, tensors, offsets)
         return
     if argument == "dropout_p":
-        torch.manual_seed(1)
-        assert not torch.equal(result, call(*tensors, backend=backend, **offsets, **given)), "the same weights dropped"
+        _honours_dropout(backend, "sequences" in offsets, tensors[0].dtype)
         return
+    plain = call(*(t.detach() for t in inputs("sequences" in offsets, tensors[0].dtype)[0]), backend=backend, **offsets)
+    result = call(*tensors, backend=backend, **offsets, **given)
     output, lse = result if argument == "return_lse" else (result, None)
     if argument not in ("return_lse", "gradients"):
         assert not torch.equal(output, plain), f"{argument} changes nothing"
@@ -114,6 +122,91 @@ def _honours(backend, argument, tensors, offsets, given):
         largest = max(gradient.abs().max().item() for gradient in right.gradients)
         for have, exact, simple in zip(found, right.gradients, right.plain_gradients, strict=True):
             assert_close_to_oracle(have, exact, simple, f"{backend}: gradient", largest_gradient=largest)
+
+
+def _honours_deterministic(backend, tensors, offsets):
+    for deterministic in (True, False):
+        options = {"backend": backend, "deterministic": deterministic, **offsets}
+        with recorded(backend, tensors, offsets) as calls:
+            first, second = (call(*tensors, **options) for _ in range(2))
+        assert not deterministic or torch.equal(first, second)
+        told = [given["deterministic"] for given in calls if "deterministic" in given]
+        assert bool(told) == (backend in TOLD_DETERMINISTIC), f"{backend}: {len(told)} vendor calls have the flag"
+        assert all(flag is deterministic for flag in told), f"{backend}: the vendor was told {told}"
+
+
+def _honours_dropout(backend, packed, dtype):
+    """A query that sees one key of ones gives 0, for the share that is to be dropped, or one over the share kept."""
+    lengths, seqlen, batch = (240, 60, 100), 200, 2
+    tokens, keys = (sum(lengths), len(lengths)) if packed else (seqlen, 1)
+    shape = {"heads": HEADS, "kv_heads": HEADS, "head_dim": DIM, "dtype": dtype}
+    query, key, value = dense(1 if packed else batch, tokens, keys, **shape)
+    tensors, options = (query, key, torch.ones_like(value)), {"dropout_p": DROPPED, "backend": backend}
+    if packed:
+        tensors = tuple(tensor[0] for tensor in tensors)
+        options["sequences"] = PackedSequences.from_lengths(lengths, [1] * len(lengths))
+    outputs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        outputs.append(call(*tensors, **options).float())
+        dropped = outputs[-1] == 0
+        kept = outputs[-1][~dropped]
+        torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - DROPPED)), rtol=0.01, atol=0)
+        share = dropped.all(-1).double().mean().item()
+        # Five standard deviations of the 1600 rows or more.
+        assert share == pytest.approx(DROPPED, abs=0.05), f"{backend} drops {share:.3f} of the weights"
+    assert not torch.equal(*outputs), "the same weights dropped"
+
+
+@contextlib.contextmanager
+def recorded(backend, tensors, offsets):
+    """Within it, what the backend gives its vendor's functions is kept: a dict of arguments for each call."""
+    candidate = next(c for c in explain(*tensors, **offsets).considered if c.backend.name == backend)
+    library, calls = getattr(candidate.backend, "library", None), []
+    if library is None:
+        yield calls
+        return
+    if is_dataclass(library) and hasattr(library, "module"):
+        recorder = replace(library, module=Recorder(library.module, calls))
+    else:
+        recorder = Recorder(library, calls)
+    with mock.patch.object(candidate.backend, "library", recorder):
+        yield calls
+
+
+class Recorder:
+    """A library that keeps the arguments of each call, defaults included."""
+
+    def __init__(self, library, calls):
+        self._library, self._calls = library, calls
+
+    def __getattr__(self, name):
+        function = getattr(self._library, name)
+        if isinstance(function, SimpleNamespace) or not callable(function):
+            return function
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def kept(*args, **kwargs):
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            self._calls.append(dict(bound.arguments))
+            return function(*args, **kwargs)
+
+        return kept
+
+
+def assert_right_at_scale(backend, packed, causal, scale):
+    """The backend refuses such a call by `scale`, or gives the right output: never NaN."""
+    tensors, offsets = plain_call(backend, packed)
+    options = {**offsets, "causal": causal, "scale": scale}
+    refusals = _refusals(backend, tensors, options)
+    if refusals:
+        assert "scale" in {refusal.rule for refusal in refusals}, [str(refusal) for refusal in refusals]
+        return
+    right = expected(*tensors, **options)
+    output = call(*tensors, backend=backend, **options)
+    assert_close_to_oracle(output, right.output, right.plain_output, f"{backend}: scale {scale}")
 
 
 def backends_of(platform):
@@ -142,15 +235,23 @@ def has_calls(platform, backend, packed):
         return plain_call(backend, packed) is not None
 
 
+def columns():
+    """(platform, backend, packed) of every column of the tables."""
+    return [
+        (platform, backend, packed)
+        for platform in PLATFORMS
+        for backend in backends_of(platform)
+        for packed in (False, True)
+        if has_calls(platform, backend, packed)
+    ]
+
+
 def cells():
     """(platform, backend, packed, argument) of every cell of the tables."""
     return [
         (platform, backend, packed, argument)
-        for platform in PLATFORMS
-        for backend in backends_of(platform)
-        for packed in (False, True)
+        for platform, backend, packed in columns()
         for argument in arguments(packed, torch.float32)
-        if has_calls(platform, backend, packed)
     ]
 
 

@@ -13,6 +13,7 @@ the next one travels while that function works. Backward, gradients of a buffer 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -157,10 +158,9 @@ class GatherExchange(Exchange):
 
 def _all_to_all(group: dist.ProcessGroup, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> _Transfer:
     """Rows `[sum(sends), ...]`, by destination, for rows `[sum(receives), ...]`, by source."""
-    width = rows[0:1].numel() if rows.shape[0] else int(torch.tensor(rows.shape[1:]).prod())
     received = rows.new_empty(sum(receives), *rows.shape[1:])
     flat = rows.contiguous().view(-1).view(torch.uint8)
-    size = width * rows.element_size()
+    size = math.prod(rows.shape[1:]) * rows.element_size()
     # Bytes: a process group need not know the dtype of what it moves.
     work = dist.all_to_all_single(
         received.view(-1).view(torch.uint8),

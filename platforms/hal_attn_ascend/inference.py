@@ -91,9 +91,11 @@ class InferenceOperator:
         )
 
     def _takes_packed(self, problem: Problem) -> bool:
+        # Single queries lose the band, which is right with single keys only. Those must stay here: a maximum above the
+        # true one brought them, when the limits of the training operator were not asked.
         return (
             (problem.left >= 0 or problem.right >= 0)
-            and problem.longest_q > 1
+            and (problem.longest_q > 1 or problem.longest_k == 1)
             and not problem.more_queries
             and (problem.head_dim, problem.value_head_dim) in self.names.packed_head_dims
             and problem.tokens <= self.names.max_tokens

@@ -16,11 +16,14 @@ class AscendMetadata(PackedMetadata):
 
     Attributes:
         ends_q, ends_k: of queries and keys.
+        longest_q, longest_k: the longest by these ends; the `max_seqlen` of the sequences may be more.
         more_queries: some sequence has more queries than keys.
     """
 
     ends_q: tuple[int, ...] = ()
     ends_k: tuple[int, ...] = ()
+    longest_q: int = 0
+    longest_k: int = 0
     more_queries: bool = False
 
 
@@ -47,17 +50,18 @@ class AscendMetadataBuilder(PackedMetadataBuilder):
             blind,
             known.cu_seqlens_host[1:],
             known.cu_seqlens_k_host[1:],
+            max(known.lengths, default=0),
+            max(known.lengths_k, default=0),
             any(queries > keys for queries, keys in zip(known.lengths, known.lengths_k, strict=True)),
         )
 
 
 def _empty(sequences: PackedSequences) -> InvalidAttentionInputError:
-    """Offsets that only the device knew come here unchecked; what the operators do with empty sequences is open."""
+    """Only a hook called by hand brings them; what the operators do with empty sequences is open."""
     index = sequences.empty[0]
     return InvalidAttentionInputError(
         "cu_seqlens",
-        f"sequence {index} with {sequences.lengths[index]} queries and {sequences.lengths_k[index]} keys, known on the "
-        "device only",
-        "by the platform ascend, only sequences with queries and keys",
-        "give cu_seqlens_host, with HAL_ATTN_EMPTY_SEQUENCES=compact to have it answered exactly",
+        f"sequence {index} with {sequences.lengths[index]} queries and {sequences.lengths_k[index]} keys",
+        "by the operators of the platform ascend, only sequences with queries and keys",
+        "varlen_attention answers it exactly with HAL_ATTN_EMPTY_SEQUENCES=compact",
     )

@@ -43,14 +43,16 @@ class Problem:
 
     @classmethod
     def of_request(cls, request: AttentionRequest) -> Problem:
-        """Lengths that only the device knows are taken for all rows."""
+        """Lengths that only the device knows are the caller's maximum, or all rows where that is less."""
         left, right = edges(request.causal, request.window_size)
+        longest_q = request.tokens_q if request.seqlen_q is None else min(request.seqlen_q, request.tokens_q)
+        longest_k = request.tokens_k if request.seqlen_k is None else min(request.seqlen_k, request.tokens_k)
         return cls(
             request.dtype,
             request.packed,
             request.batch,
-            request.tokens_q if request.seqlen_q is None else request.seqlen_q,
-            request.tokens_k if request.seqlen_k is None else request.seqlen_k,
+            longest_q,
+            longest_k,
             max(request.tokens_q, request.tokens_k),
             request.heads,
             request.kv_heads,
@@ -68,7 +70,7 @@ class Problem:
         """Of an adapter's `run`: `[B, S, H, D]` or `[T, H, D]`."""
         metadata = call.metadata
         if isinstance(metadata, AscendMetadata):
-            lengths = (len(metadata.ends_q), metadata.sequences.max_seqlen, metadata.sequences.max_seqlen_k)
+            lengths = (len(metadata.ends_q), metadata.longest_q, metadata.longest_k)
         else:
             lengths = (query.shape[0], query.shape[1], key.shape[1])
         tensors = (query, key, value) if call.sinks is None else (query, key, value, call.sinks)

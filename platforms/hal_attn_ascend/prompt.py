@@ -51,10 +51,13 @@ class AscendPromptBackend(BatchedKernel):
         if request.mask_shape is not None and request.mask_shape[1] > 1:
             refusals += (Refusal("mask", "one mask for each head", "one mask for all heads"),)
         dim = multiple_of_16(request.head_dim, request.value_head_dim)
+        # A longest length that the caller overstated is still no longer than all rows.
+        queries = min(request.seqlen_q or 0, request.tokens_q)
+        keys = min(request.seqlen_k or 0, request.tokens_k)
         numbers = (
             ("heads", request.heads, MAX_HEADS),
             ("batch", request.batch, MAX_BATCH),
-            ("length", max(request.seqlen_q or 0, request.seqlen_k or 0), MAX_LENGTH),
+            ("length", max(queries, keys), MAX_LENGTH),
             ("heads * head_dim", request.heads * dim, LONGEST_ROW - 1),
         )
         return refusals + tuple(

@@ -139,6 +139,17 @@ def test_gradients_take_the_training_operator(simulate, calls):
     assert [call.name for call in calls] == [FUSION]
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_gradients_of_sinks_alone_take_the_training_operator(simulate, calls, is_packed):
+    simulate()
+    *rows, sequences = packed([3, 5], head_dim=64, **HALF)
+    inputs, options = (rows, {"sequences": sequences}) if is_packed else (dense(**HALF), {})
+    sinks = randn(4, seed=3).requires_grad_()
+    run(inputs, sinks=sinks, causal=True, **options).sum().backward()
+    assert [call.name for call in calls] == [FUSION]
+    assert sinks.grad is not None
+
+
 def test_an_old_release_has_the_first_version(simulate, calls, release):
     simulate(torch_npu=release)
     *rows, sequences = packed([3, 5], head_dim=64, **HALF)

@@ -121,10 +121,30 @@ def test_math_repeats_in_deterministic_mode(simulate):
         torch.use_deterministic_algorithms(False)
 
 
-def test_empty_sequences_that_only_the_device_knows(simulate):
+@pytest.mark.parametrize(("most", "options"), [(1024, {}), (4096, {"causal": True})])
+def test_the_most_packed_sequences_of_each_operator(simulate, calls, most, options):
+    simulate()
+    for count in (most, most + 1):
+        *rows, sequences = packed([1] * (count - 1) + [2], heads=1, head_dim=64, **HALF)
+        found = reasons("ascend_fa", rows, sequences=sequences, **options)
+        assert found == {} if count == most else "at most 1024" in found["batch"]
+    *rows, sequences = packed([1] * (most - 1) + [2], heads=1, head_dim=64, **HALF)
+    varlen_attention(*rows, sequences=sequences, backend="ascend_fa", **options)
+    assert [len(call["actual_seq_qlen"]) for call in calls] == [most]
+
+
+def test_a_maximum_beyond_all_rows_is_no_limit(simulate):
+    simulate()
+    offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    bound = PackedSequences.from_device_offsets(offsets, offsets, 2**20 + 1, 2**20 + 1)
+    rows = packed([3, 4], **HALF)[:3]
+    assert not reasons("ascend_fa", rows, sequences=bound)
+
+
+@pytest.mark.parametrize("host", [None, (0, 3, 3, 7)])
+def test_a_hook_called_by_hand_refuses_empty_sequences(simulate, host):
     backend = simulate().backends()[0]
-    query, key, value = (tensor[0] for tensor in dense(1, 7, **HALF))
+    rows = (tensor[0] for tensor in dense(1, 7, **HALF))
     offsets = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
-    unknown = PackedSequences.from_device_offsets(offsets, offsets, 4, 4)
-    with pytest.raises(ValueError, match=r"sequence 1 with 0 queries and 0 keys.*cu_seqlens_host"):
-        varlen_attention(query, key, value, sequences=unknown, backend=backend.name)
+    with pytest.raises(ValueError, match=r"sequence 1 with 0 queries and 0 keys.*varlen_attention"):
+        backend.forward_varlen(*rows, cu_seqlens=offsets, max_seqlen=4, cu_seqlens_host=host)

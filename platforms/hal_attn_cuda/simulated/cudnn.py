@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hal_attn.simulation.aten import ALIGNMENT, must
-from hal_attn.simulation.attention import Band, attend
+from hal_attn.simulation.attention import Band, attend, check_loads, spoiled_by_scale
 
 Result = tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, None]
 
@@ -45,13 +45,15 @@ class SimulatedCudnn:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
             must(compute_log_sumexp, "the backward pass reads statistics that were not computed")
         seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
         attended = attend(
             *(tensor.transpose(1, 2) for tensor in (query, key, value)),
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            scale=scale,
             visible=Band(right=0 if is_causal else None, top_left=True).visible(seqlen_q, seqlen_k),
             bias=None if attn_bias is None else attn_bias.detach(),
             dropout_p=dropout_p,
         )
+        attended = spoiled_by_scale(attended, scale)
         blind = attended.empty.transpose(1, 2).unsqueeze(-1)
         output = torch.where(blind, math.nan, attended.output).transpose(1, 2)
         lse = attended.lse_with(self.empty_lse).detach()
@@ -70,6 +72,7 @@ class SimulatedCudnn:
         must(key.shape[2] > 1, "cudnn SDPA does not support key/value sequence length 1.")
         must(not (query.shape[2] == 1 and dropout_p), "cudnn SDPA does not support query length 1 with dropout.")
         must(all(tensor.stride(-1) == 1 for tensor in (query, key, value)), "the last dimension must have stride 1")
+        check_loads(query, key, value)
 
 
 def _check_bias(bias: Tensor, query: Tensor, key: Tensor) -> None:
@@ -77,3 +80,4 @@ def _check_bias(bias: Tensor, query: Tensor, key: Tensor) -> None:
     must(bias.dim() == 4 and bias.shape[2:] == (query.shape[2], key.shape[2]), "attn_bias: wrong shape")
     broadcast = bias.shape[0] in (1, query.shape[0]) and bias.shape[1] in (1, query.shape[1])
     must(broadcast and bias.stride(3) == 1, "attn_bias: wrong shape or strides")
+    check_loads(bias)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hal_attn.simulation.aten import ALIGNMENT, host_offsets, must
-from hal_attn.simulation.attention import Band, attend, attend_packed
+from hal_attn.simulation.attention import Band, attend, attend_packed, check_loads, spoiled_by_scale
 from hal_attn_cuda.flash_attn_3 import FlashAttention3
 
 Pair = tuple[Tensor, Tensor]
@@ -208,12 +208,14 @@ class Kernel:
         q, k, v = inputs
         self._check(q, k, v, window, causal)
         band = Band(window[0], 0 if causal else window[1])
-        options = {"scale": q.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap}
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        options = {"scale": scale, "softcap": softcap}
         if packed is None:
             attended = attend(q, k, v, visible=band.visible(q.shape[1], k.shape[1]), **options)  # type: ignore[arg-type]
         else:
             offsets = (host_offsets(packed[0], packed[2]), host_offsets(packed[1], packed[3]))
             attended = attend_packed(q, k, v, *offsets, band=band, **options)  # type: ignore[arg-type]
+        attended = spoiled_by_scale(attended, scale)
         output = attended.output
         if output.requires_grad:
             if self.flags.get("FLASHATTENTION_DISABLE_BACKWARD"):
@@ -233,6 +235,7 @@ class Kernel:
         must(not (local and self.flags.get("FLASHATTENTION_DISABLE_LOCAL")), f"{built} local attention.")
         must(q.dtype == k.dtype == v.dtype, "query and key must have the same dtype")
         must(all(tensor.stride(-1) == 1 for tensor in (q, k, v)), "Input tensor must have contiguous last dimension")
+        check_loads(q, k, v)
         dim = q.shape[-1]
         must(dim <= 256 and dim % ALIGNMENT == 0, "head_size should be a multiple of 8 of at most 256")
         must(v.shape[-1] == dim, "the simulation has no other head dim of value")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hal_attn.portable.generation import compute_capability
 from hal_attn.simulation.aten import ALIGNMENT, host_offsets
-from hal_attn.simulation.attention import Band, attend, attend_packed
+from hal_attn.simulation.attention import Band, attend, attend_packed, check_loads, spoiled_by_scale
 from hal_attn_cuda.simulated.flash_attn_4_backward import simulated_interface
 
 Result = tuple[Tensor, Tensor | None]
@@ -131,6 +131,7 @@ class SimulatedFlashAttention4:
             attended = attend(q, k, v, visible=band.visible(q.shape[1], k.shape[1]), **options)
         else:
             attended = attend_packed(q, k, v, *offsets, band=band, **options)
+        attended = spoiled_by_scale(attended, scale)
         output, lse = attended.output, attended.lse_with(self.empty_lse)
         if output.requires_grad:
             if generation == 9 and any(-(-tensor.shape[-1] // 16) % 2 for tensor in (q, v)):
@@ -154,6 +155,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, generation: in
     must(generation in (8, 9, 10, 11, 12), "Unsupported compute capability. Supported: 8.x, 9.x, 10.x, 11.x, 12.x")
     must(q.dtype in (torch.float16, torch.bfloat16), "inputs must be float16 or bfloat16")
     must(q.dtype == k.dtype == v.dtype, "inputs must have the same dtype")
+    check_loads(q, k, v)
     must(q.shape[-2] % k.shape[-2] == 0, "num_head must be divisible by num_head_kv")
     dims = (q.shape[-1], v.shape[-1])
     multiples = all(dim % ALIGNMENT == 0 and dim >= 8 for dim in dims)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hal_attn.simulation.aten import host_offsets, must, with_gradient_of
-from hal_attn.simulation.attention import Attended, Band, attend, attend_packed
+from hal_attn.simulation.attention import Attended, Band, attend, attend_packed, spoiled_by_scale
 
 ASSEMBLY_ARCHITECTURES = ("gfx942", "gfx950")
 Result = Tensor | tuple[Tensor, ...]
@@ -65,9 +65,11 @@ class _Call:
         }
         if self.offsets is not None:
             must(self.bias is None, "the simulation has no bias of packed calls")
-            return attend_packed(self.q, self.k, self.v, *self.offsets, band=band, **options)
+            attended = attend_packed(self.q, self.k, self.v, *self.offsets, band=band, **options)
+            return spoiled_by_scale(attended, self.scale)
         visible = band.visible(self.longest, self.longest_k)
-        return attend(self.q, self.k, self.v, visible=visible, bias=self.bias, **options)
+        attended = attend(self.q, self.k, self.v, visible=visible, bias=self.bias, **options)
+        return spoiled_by_scale(attended, self.scale)
 
 
 @dataclass(frozen=True)
