@@ -82,28 +82,57 @@ class PlannedAttention(nn.Module):
 
 
 class LocalAttention(PlannedAttention):
-    """One rank holds everything."""
+    """One rank holds everything: all tokens, all heads, nothing travels."""
 
 
 class UlyssesAttention(PlannedAttention):
-    """Ranks exchange heads for tokens: each computes some heads of whole sequences."""
+    """Ranks exchange heads for tokens: each computes some heads of whole sequences.
+
+    ```
+    tokens  0 1 2 | 3 4 | 5 6     rank  0  1  2      heads  h0 h1 | h2 | h3
+    before: own tokens, all heads      while computing: all tokens, own heads      after: as before
+    ```
+    """
 
     modes = ("ulysses",)
 
 
 class KVGatherAttention(PlannedAttention):
-    """Ranks gather the keys that their queries see."""
+    """Ranks gather the keys that their queries see.
+
+    ```
+    causal, zigzag, 2 ranks       chunk  0 1 2 3
+    queries of rank               0 1 1 0            rank 0 gathers chunks 1 2 (its chunk 3 sees them)
+    keys of rank                  0 1 1 0            rank 1 gathers chunk 0; chunk 3 is seen by none of its queries
+    ```
+    """
 
     modes = ("kv_gather",)
 
 
 class RingAttention(PlannedAttention):
-    """Keys travel around a ring of ranks, hop by hop."""
+    """Keys travel around a ring of ranks, hop by hop.
+
+    ```
+    queries stay    rank 0: q0    rank 1: q1    rank 2: q2
+    keys, hop 0             k0            k1            k2
+    keys, hop 1             k2            k0            k1
+    keys, hop 2             k1            k2            k0
+    ```
+    """
 
     modes = ("ring",)
 
 
 class USPAttention(PlannedAttention):
-    """Ulysses within, a ring or a KV gather without: both exchanges at once."""
+    """Ulysses within, a ring or a KV gather without: both exchanges at once.
+
+    ```
+    ulysses 2, ring 2     rank 0    rank 1    rank 2    rank 3
+    holds tokens            t0        t1        t2        t3
+    computes queries      t0 t1     t0 t1     t2 t3     t2 t3
+    of heads              h0 h1     h2 h3     h0 h1     h2 h3      keys of t2 t3 reach ranks 0 and 1 by the ring
+    ```
+    """
 
     modes = ("ulysses x ring", "ulysses x kv_gather", "ulysses", "ring", "kv_gather")
