@@ -246,7 +246,8 @@ def require(selection: Selection, registry: Registry, settings: Settings) -> Att
     if named and missing and all(reason is not None for _, reason in missing):
         lines = [f"{selection.source}: not available here"]
         for backend, reason in missing:
-            install = f"; install it with: {backend.install}" if backend.install else ""
+            told = backend.install in str(reason)
+            install = "" if told else f"; install it with: {backend.install}"
             lines.append(f"  {backend.name}: {reason}{install}")
         raise BackendNotAvailableError("\n".join(lines), refusals)
     remedy = (
