@@ -113,8 +113,7 @@ def _results(has: Capabilities, wants: AttentionRequest) -> Iterator[Refusal]:
         yield Refusal("return_lse", "return_lse=True", "return_lse=False")
     if wants.needs_grad and not has.gradients:
         yield Refusal("gradients", "inputs that require gradients", "inference", "call it under torch.no_grad()")
-    wants_grad = wants.needs_grad or bool(wants.needs_option_grad)
-    if wants.return_lse and wants_grad and has.gradients and not has.lse_gradient:
+    if wants.return_lse and wants.wants_gradient and has.gradients and not has.lse_gradient:
         yield Refusal(
             "return_lse",
             "an LSE whose gradient may be wanted",

@@ -123,8 +123,7 @@ class KernelBackend(RingBackend):
 
     def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
         refusals = super().refusals(request)
-        wants_grad = request.needs_grad or bool(request.needs_option_grad)
-        if request.sinks and wants_grad and not self.native_sinks and not self.capabilities.lse_gradient:
+        if request.sinks and request.wants_gradient and not self.native_sinks and not self.capabilities.lse_gradient:
             rule = Refusal("sinks", "sinks with gradients wanted", "sinks without gradients", "call it in no_grad()")
             refusals += (rule,)
         return refusals

@@ -71,6 +71,11 @@ class AttentionRequest:
             return self.scale
         return 1.0 / math.sqrt(self.head_dim)
 
+    @property
+    def wants_gradient(self) -> bool:
+        """A gradient is wanted, of query, key or value or of an option."""
+        return self.needs_grad or bool(self.needs_option_grad)
+
     def options(self) -> dict[str, Any]:
         """The plain (tensor-free) options that differ from their defaults, as keyword arguments of a backend."""
         given: dict[str, Any] = {}
@@ -96,7 +101,7 @@ class AttentionRequest:
         extras = [f"{name}={value}" for name, value in self.options().items()]
         extras += [f"{self.mask} mask"] if self.mask != "none" else []
         extras += [name for name in ("key_padding_mask", "sinks", "alibi_slopes") if getattr(self, name)]
-        extras += ["gradients"] if self.needs_grad or self.needs_option_grad else []
+        extras += ["gradients"] if self.wants_gradient else []
         dtype = str(self.dtype).removeprefix("torch.")
         return ", ".join([shape, heads, dims, dtype, str(self.device), *extras])
 

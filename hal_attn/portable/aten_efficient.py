@@ -11,7 +11,7 @@ from torch import Tensor
 from hal_attn.capabilities import Capabilities
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
 from hal_attn.portable.bias import joined_bias
-from hal_attn.portable.generation import compute_capability
+from hal_attn.portable.generation import compute_capability, repeatable_backward_rule
 from hal_attn.portable.lse import packed_lse
 from hal_attn.portable.operators import aligned, operator_parameters, wants_gradient
 from hal_attn.refusal import Refusal
@@ -66,21 +66,17 @@ class TorchEfficientBackend(BatchedKernel, PackedKernel):
         capability = compute_capability(self.architecture(request.device))
         if request.dtype == torch.bfloat16 and capability is not None and capability < 80:
             refusals += (Refusal("dtype", f"bfloat16 on sm{capability}", "sm80 or later, or float16"),)
-        wants_grad = request.needs_grad or bool(request.needs_option_grad)
-        if request.deterministic and wants_grad:
-            refusals += (
-                Refusal("deterministic", "given with gradients", "inference, its backward has no such option"),
-            )
+        refusals += repeatable_backward_rule(request)
         masked = request.mask != "none" or request.key_padding_mask
-        return refusals if masked else refusals + self._band_rules(request, wants_grad)
+        return refusals if masked else refusals + self._band_rules(request)
 
-    def _band_rules(self, request: AttentionRequest, wants_grad: bool) -> tuple[Refusal, ...]:
+    def _band_rules(self, request: AttentionRequest) -> tuple[Refusal, ...]:
         """What the kernel's own triangle and window cannot do; a mask takes the band in instead."""
         refusals: tuple[Refusal, ...] = ()
         if request.window_size is not None:
             if not request.causal:
                 refusals += (Refusal("window_size", str(request.window_size), "a window that ends at the diagonal"),)
-            if wants_grad:
+            if request.wants_gradient:
                 need = "inference, its backward forgets the window"
                 refusals += (Refusal("window_size", f"{request.window_size} with gradients", need),)
             if "window_size" not in operator_parameters(getattr(self.library, OPERATOR, None)):

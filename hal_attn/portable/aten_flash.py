@@ -14,7 +14,12 @@ from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKern
 from hal_attn.masks import edges
 from hal_attn.packing import PackedSequences
 from hal_attn.portable.flash_rules import longest_lengths, positive_scale_rule, window_rule
-from hal_attn.portable.generation import capability_rule, compute_capability, flash2_backward_rule
+from hal_attn.portable.generation import (
+    capability_rule,
+    compute_capability,
+    flash2_backward_rule,
+    repeatable_backward_rule,
+)
 from hal_attn.portable.lse import packed_lse
 from hal_attn.portable.operators import active_flash_impl, aligned
 from hal_attn.refusal import Refusal
@@ -64,14 +69,10 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
 
     def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
         architecture = self.architecture(request.device)
-        wants_grad = request.needs_grad or bool(request.needs_option_grad)
         refusals = super().refusals(request)
         refusals += capability_rule(architecture, 80, "FlashAttention 2")
         refusals += flash2_backward_rule(request, architecture) + window_rule(request) + positive_scale_rule(request)
-        if request.deterministic and wants_grad:
-            refusals += (
-                Refusal("deterministic", "given with gradients", "inference, its backward has no such option"),
-            )
+        refusals += repeatable_backward_rule(request)
         dim = max(request.head_dim, request.value_head_dim)
         return refusals + _swapped_rules(active_flash_impl(), architecture, request.dropout_p, dim)
 

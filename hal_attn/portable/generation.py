@@ -1,4 +1,4 @@
-"""NVIDIA's device generations by name, for rules of libraries that run on other vendors' devices as well."""
+"""Rules of libraries that run on several vendors' devices; NVIDIA's generations by name."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ def flash2_backward_rule(request: AttentionRequest, architecture: str) -> tuple[
     """FlashAttention 2's backward pass lacks the shared memory of data-centre devices on sm86, sm89 and sm12x: head
     dims of 193 to 224 never run there, larger ones only without dropout (as PyTorch's own selector has it)."""
     capability = compute_capability(architecture)
-    wants_grad = request.needs_grad or bool(request.needs_option_grad)
-    if not wants_grad or capability is None or not (capability in (86, 87, 89) or capability >= 120):
+    if not request.wants_gradient or capability is None or not (capability in (86, 87, 89) or capability >= 120):
         return ()
     dim = max(request.head_dim, request.value_head_dim)
     if dim <= 192 or (dim > 224 and not request.dropout_p):
         return ()
     with_dropout = " with dropout" if dim > 224 else ""
     return (Refusal("head_dim", f"{dim} with gradients{with_dropout} on {architecture}", "at most 192 there"),)
+
+
+def repeatable_backward_rule(request: AttentionRequest) -> tuple[Refusal, ...]:
+    """For PyTorch's operators, whose backward pass repeats bit by bit only by a process-wide switch."""
+    if not (request.deterministic and request.wants_gradient):
+        return ()
+    return (Refusal("deterministic", "given with gradients", "inference, its backward has no such option"),)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hal_attn.sequence_parallel.blocks import Block, Segment, blocks
 from hal_attn.sequence_parallel.description import Description
 from hal_attn.sequence_parallel.kernel import MaskedHop, band_between
-from hal_attn.sequence_parallel.sharding import Rows, Sharding
+from hal_attn.sequence_parallel.sharding import Rows, Sharding, concatenated
 from hal_attn.sequence_parallel.spans import Span, tokens
 from hal_attn.sequence_parallel.work import Call, RowSet, calls
 
@@ -126,8 +126,8 @@ class Schedule:
             found[0].visible[queries.replicated[:, None], keys.replicated] = False
         positions = queries.positions[queries.own]
         for arriving, total in self._arrivals(rank):
-            places = _concatenated([torch.arange(*segment.span) for segment in arriving[0]])
-            rows_k = torch.stack([_concatenated([_rows_of(s) for s in segments]) for segments in arriving])
+            places = concatenated([torch.arange(*segment.span) for segment in arriving[0]])
+            rows_k = torch.stack([concatenated([_rows_of(s) for s in segments]) for segments in arriving])
             found.append(self._masked_hop(rows_q[:, queries.own], rows_k, positions, places, chunk_q.count, total))
         return tuple(found)
 
@@ -187,7 +187,3 @@ def _overlap(span: Span, seen: Sequence[Span]) -> list[Span]:
 
 def _rows_of(segment: Segment) -> Tensor:
     return torch.arange(segment.row, segment.row + segment.span.length)
-
-
-def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=torch.int64)

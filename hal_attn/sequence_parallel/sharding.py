@@ -16,7 +16,7 @@ some heads (`chunk`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,7 +62,7 @@ class Rows:
     @cached_property
     def positions(self) -> Tensor:
         """Each row's place in its sequence, int64."""
-        return _concatenated(torch.arange(span.start, span.stop) for s in self.pieces for span, _ in s)
+        return concatenated(torch.arange(span.start, span.stop) for s in self.pieces for span, _ in s)
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -71,7 +71,7 @@ class Rows:
         for sequence, length in zip(self.pieces, self.lengths, strict=True):
             parts += [torch.arange(begin + span.start, begin + span.stop) for span, _ in sequence]
             begin += length
-        return _concatenated(parts)
+        return concatenated(parts)
 
     @cached_property
     def own(self) -> Tensor:
@@ -84,7 +84,7 @@ class Rows:
         return self._rows_that(replicated=True)
 
     def _rows_that(self, replicated: bool) -> Tensor:
-        return _concatenated(
+        return concatenated(
             torch.arange(segment.row, segment.row + segment.span.length)
             for sequence in self.segments
             for segment, kind in sequence
@@ -148,6 +148,7 @@ class Sharding:
         return zip(self.lengths, self.prefix, self.suffix, strict=True)
 
 
-def _concatenated(parts: Iterator[Tensor] | list[Tensor]) -> Tensor:
+def concatenated(parts: Iterable[Tensor]) -> Tensor:
+    """Row numbers one after another, int64; none of no parts."""
     found = list(parts)
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)

@@ -75,7 +75,7 @@ class AscendFusedBackend(BatchedKernel, PackedKernel):
         if generation_of(architecture) not in GENERATIONS:
             allowed = ", ".join(generation.value for generation in GENERATIONS)
             return (*refusals, Refusal("device", architecture, allowed))
-        if request.sinks and (request.needs_grad or request.needs_option_grad) and not self.fusion.sink:
+        if request.sinks and request.wants_gradient and not self.fusion.sink:
             have = "sinks with gradients wanted, in a torch-npu without sinks"
             refusals += (Refusal("sinks", have, "torch-npu 7.3, or sinks without gradients", self.install),)
         problem = Problem.of_request(request)

@@ -62,7 +62,7 @@ class Problem:
             right,
             request.packed and not request.equal_lengths,
             request.mask != "none" or request.key_padding_mask,
-            request.needs_grad or bool(request.needs_option_grad) or request.dropout_p > 0,
+            request.wants_gradient or request.dropout_p > 0,
         )
 
     @classmethod

@@ -94,8 +94,11 @@ class TorchCudnnBackend(BatchedKernel):
             return (Refusal("head_dim", f"{dim} with cuDNN {version}", "at most 128, or cuDNN 9.10"),)
         if capability != 90:
             return (Refusal("head_dim", str(dim), "at most 128, or 256 on sm90"),)
-        wants_grad = request.needs_grad or bool(request.needs_option_grad)
-        return (Refusal("head_dim", f"{dim} with gradients", "at most 128 with gradients"),) if wants_grad else ()
+        return (
+            (Refusal("head_dim", f"{dim} with gradients", "at most 128 with gradients"),)
+            if request.wants_gradient
+            else ()
+        )
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
         bias = None if call.masks is None else joined_bias(call.masks, query.shape[1], key.shape[1])

@@ -100,11 +100,10 @@ class FlashAttention3Backend(BatchedKernel, PackedKernel):
         refusals = super().refusals(request)
         refusals += _device_rule(self.architecture(request.device), library)
         refusals += positive_scale_rule(request)
-        wants_grad = request.needs_grad or bool(request.needs_option_grad)
         dim = max(request.head_dim, request.value_head_dim)
-        if request.deterministic and wants_grad and dim > 192:
+        if request.deterministic and request.wants_gradient and dim > 192:
             refusals += (Refusal("deterministic", f"head dim {dim} with gradients", "a head dim of at most 192"),)
-        return refusals if library is None else refusals + _build_rules(request, library, wants_grad, dim)
+        return refusals if library is None else refusals + _build_rules(request, library, dim)
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
         module = self.library.module
@@ -166,15 +165,13 @@ def _device_rule(architecture: str, library: FlashAttention3 | None) -> tuple[Re
     return (Refusal("device", architecture, "sm90, or sm8x with a build that has it"),)
 
 
-def _build_rules(
-    request: AttentionRequest, library: FlashAttention3, wants_grad: bool, dim: int
-) -> tuple[Refusal, ...]:
+def _build_rules(request: AttentionRequest, library: FlashAttention3, dim: int) -> tuple[Refusal, ...]:
     wanted = {
         "FP16": ("dtype", "float16", "bfloat16", request.dtype == torch.float16),
         "LOCAL": ("window_size", str(request.window_size), "no window", request.window_size is not None),
         "SOFTCAP": ("softcap", str(request.softcap), "no softcap", request.softcap > 0),
         "VARLEN": ("cu_seqlens", "packed sequences", "batched calls", request.packed),
-        "BACKWARD": ("gradients", "inputs that require gradients", "inference", wants_grad),
+        "BACKWARD": ("gradients", "inputs that require gradients", "inference", request.wants_gradient),
     }
     refusals = [
         Refusal(rule, f"{have}, left out of this build of {library.name}", need)

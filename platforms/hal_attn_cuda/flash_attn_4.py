@@ -145,7 +145,6 @@ class FlashAttention4Backend(BatchedKernel, PackedKernel):
 
 def _generation_rules(request: AttentionRequest, generation: int) -> tuple[Refusal, ...]:
     refusals = []
-    wants_grad = request.needs_grad or bool(request.needs_option_grad)
     device = f"sm{generation}x"
     dim = max(request.head_dim, request.value_head_dim)
     full = dim > 248 and generation in (10, 11)
@@ -155,11 +154,11 @@ def _generation_rules(request: AttentionRequest, generation: int) -> tuple[Refus
         refusals.append(Refusal("head_dim", f"{dim} on {device}", f"at most 128{more}"))
     if request.sinks and generation not in (9, 10, 11):
         refusals.append(Refusal("sinks", f"given on {device}", "sm9x, sm10x or sm11x"))
-    if wants_grad and generation == 8:
+    if request.wants_gradient and generation == 8:
         refusals.append(Refusal("gradients", f"wanted on {device}", "inference there"))
-    if wants_grad and request.deterministic and generation == 12:
+    if request.wants_gradient and request.deterministic and generation == 12:
         refusals.append(Refusal("deterministic", f"given with gradients on {device}", "inference there"))
-    if wants_grad and full:
+    if request.wants_gradient and full:
         given = {"softcap": request.softcap > 0, "sinks": request.sinks, "return_lse": request.return_lse}
         need = f"off, with gradients of head dim 256 on {device}"
         refusals += [Refusal(name, "given", need) for name, used in given.items() if used]
