@@ -130,26 +130,45 @@ def _dense_call(backend: AttentionBackend, request: AttentionRequest, with_tenso
 def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundCall:
     if backend.implements("forward_varlen"):
         return partial(run_native, backend, request)
-    options, short, plan_of = request.options(), backend.bind(request), plan_maker(backend, request)
+    options, plan_of = request.options(), plan_maker(backend, request)
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, **tensors: Tensor
     ) -> AttentionResult:
-        plan = plan_of(sequences)
-        if short is not None and plan.whole is not None and not tensors:
-            # One call over views: what it costs beyond that call is what a caller with tiny inputs sees.
-            count, length_q, length_k = plan.whole
-            if count == 1:
-                return cast(Tensor, short(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))).squeeze(0)
-            output = short(
-                query.view(count, length_q, *query.shape[1:]),
-                key.view(count, length_k, *key.shape[1:]),
-                value.view(count, length_k, *value.shape[1:]),
-            )
-            return cast(Tensor, output).flatten(0, 1)
-        return run_plan(backend, plan, query, key, value, {**options, **tensors})
+        return run_plan(backend, plan_of(sequences), query, key, value, {**options, **tensors})
 
-    return run
+    short = backend.bind(request)
+    return run if short is None else _over_views(short, request, run)
+
+
+def _over_views(short: BoundCall, request: AttentionRequest, general: BoundCall) -> BoundCall:
+    """`general`, but with one call of `short` over views where all sequences have the same lengths.
+
+    Every sequence list that this is bound for has them. What it costs beyond that one call is what a caller with tiny
+    inputs sees.
+    """
+    count, length_q, length_k = request.batch, request.seqlen_q, request.seqlen_k
+    if not (request.uniform and length_q and length_k):
+        return general
+    if (count * length_q, count * length_k) != (request.tokens_q, request.tokens_k):
+        return general
+
+    def one(
+        query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, **tensors: Tensor
+    ) -> AttentionResult:
+        if tensors:
+            return general(query, key, value, sequences, **tensors)
+        return cast(Tensor, short(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))).squeeze(0)
+
+    def several(
+        query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, **tensors: Tensor
+    ) -> AttentionResult:
+        if tensors:
+            return general(query, key, value, sequences, **tensors)
+        batch = (tensor.unflatten(0, (count, -1)) for tensor in (query, key, value))
+        return cast(Tensor, short(*batch)).flatten(0, 1)
+
+    return one if count == 1 else several
 
 
 def _answer_without_keys(

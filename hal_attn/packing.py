@@ -189,13 +189,13 @@ class PackedSequences:
         return tuple(index for index in range(self.count) if index not in empty)
 
     @cached_property
-    def signature(self) -> tuple[object, ...]:
-        """What a bound call depends on; made once, so that a call only compares it."""
+    def signature(self) -> str:
+        """What a bound call depends on, as text: made once, its hash too, so that a call only compares it."""
         totals: tuple[int, int] | None = None
         if self.cu_seqlens_host is not None and self.cu_seqlens_k_host is not None:
             totals = (self.cu_seqlens_host[-1], self.cu_seqlens_k_host[-1])
         shape = (self.count, self.max_seqlen, self.max_seqlen_k, self.equal_lengths, self.uniform)
-        return (totals, shape, bool(self.empty), self.device)
+        return repr((totals, shape, bool(self.empty), self.device))
 
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cu_seqlens, cu_seqlens_k) on `device`, int32, copied there once and without waiting."""

@@ -193,11 +193,14 @@ VARIABLES: tuple[Variable, ...] = (
 # interpreter has no such mapping, os.environ itself serves, slower.
 _environ = cast("Mapping[object, object]", getattr(os.environ, "_data", os.environ))
 _keys = tuple(getattr(os.environ, "encodekey", str)(variable.name) for variable in VARIABLES)
+_known = frozenset(_keys)
+_has_none_of = _environ.keys().isdisjoint
 
 
-def fingerprint() -> tuple[object, ...]:
+def fingerprint() -> object:
     """The raw values of all variables and the size of the environment: equal when `read()` would answer the same."""
-    return (len(_environ), *map(_environ.get, _keys))
+    # Mostly none is set, which one look at the environment tells in half the time of ten.
+    return len(_environ) if _has_none_of(_known) else (len(_environ), *map(_environ.get, _keys))
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:

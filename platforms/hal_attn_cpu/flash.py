@@ -53,7 +53,12 @@ class CpuFlashBackend(RingBackend):
             return None
 
         def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            output: Tensor = kernel(_rows(query), _rows(key), _rows(value), 0.0, causal, scale=scale)[0]
+            # Asked at once and first, because a stride and a call for each tensor would take 0.5 us more.
+            if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()):
+                query, key, value = _dense(query), _dense(key), _dense(value)
+            output: Tensor = kernel(
+                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), 0.0, causal, scale=scale
+            )[0]
             return output.transpose(1, 2)
 
         return run
@@ -73,9 +78,9 @@ class CpuFlashBackend(RingBackend):
     ) -> AttentionResult:
         inputs = masked_inputs(query, key, value, mask, key_padding_mask, causal)
         output, lse = _kernel()(
-            _rows(inputs.query),
-            _rows(inputs.key),
-            _rows(inputs.value),
+            _dense(inputs.query).transpose(1, 2),
+            _dense(inputs.key).transpose(1, 2),
+            _dense(inputs.value).transpose(1, 2),
             0.0,
             causal,
             attn_mask=inputs.added,
@@ -88,9 +93,9 @@ class CpuFlashBackend(RingBackend):
         return (output, lse.to(torch.float32)) if return_lse else output
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """`[B, S, H, D]` as the kernel's `[B, H, S, D]`, a view unless the last dimension has another stride than 1."""
-    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).transpose(1, 2)
+def _dense(tensor: Tensor) -> Tensor:
+    """`tensor`, copied where its last dimension has another stride than 1."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
