@@ -150,6 +150,11 @@ class AttentionBackend(ABC):
         value); None to call `forward` with the request's options."""
         return None
 
+    def bind_varlen(self, request: AttentionRequest) -> Callable[..., AttentionResult] | None:
+        """The same for packed calls: a callable of (query, key, value, sequences), for sequences that all have queries
+        and keys; None to call `forward_varlen`."""
+        return None
+
     def implements(self, hook: str) -> bool:
         """Whether this backend has `hook`: "forward", "forward_varlen" or "forward_ring_kv_chunk"."""
         if hook not in HOOKS:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hal_attn import settings as environment
 from hal_attn.backend import AttentionBackend, AttentionResult
 from hal_attn.errors import InvalidAttentionInputError
-from hal_attn.native import run_native
+from hal_attn.native import native_call
 from hal_attn.packing import PackedSequences
 from hal_attn.padded import attached, empty_lse, plan_maker, run_plan
 from hal_attn.registry import Registry
@@ -129,7 +129,7 @@ def _dense_call(backend: AttentionBackend, request: AttentionRequest, with_tenso
 
 def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundCall:
     if backend.implements("forward_varlen"):
-        return partial(run_native, backend, request)
+        return native_call(backend, request)
     options, plan_of = request.options(), plan_maker(backend, request)
 
     def run(

@@ -136,6 +136,20 @@ class KernelBackend(RingBackend):
     def metadata_builder(self) -> AttentionMetadataBuilder:
         return PackedMetadataBuilder()
 
+    def _plain_call(self, request: AttentionRequest, metadata: PackedMetadata | None = None) -> KernelCall:
+        """What `run` gets of a call like `request` that carries no option tensor."""
+        left, right = edges(request.causal, request.window_size)
+        return KernelCall(
+            scale=request.softmax_scale,
+            left=left,
+            right=right,
+            softcap=request.softcap,
+            dropout_p=request.dropout_p,
+            deterministic=request.deterministic,
+            needs_lse=request.return_lse,
+            metadata=metadata,
+        )
+
     def _around(
         self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall, blind: Tensor | None, return_lse: bool
     ) -> AttentionResult:
@@ -145,7 +159,8 @@ class KernelBackend(RingBackend):
         if group > 1 and not self.native_grouped_heads:
             key, value = key.repeat_interleave(group, -2), value.repeat_interleave(group, -2)
         output, lse = self.run(*self._padded(query, key, value), call)
-        output = output[..., :value_head_dim]
+        if output.shape[-1] != value_head_dim:
+            output = output[..., :value_head_dim]
         if blind is not None:
             output = output.masked_fill(blind.transpose(-1, -2).unsqueeze(-1), 0.0)
             if lse is not None and call.sinks is not None and self.native_sinks:
@@ -192,6 +207,14 @@ class BatchedKernel(KernelBackend):
 
     def unchecked(self, hook: str) -> Callable[..., Any]:
         return self._batched if hook == "forward" else super().unchecked(hook)
+
+    def bind(self, request: AttentionRequest) -> Callable[..., AttentionResult] | None:
+        call, return_lse = self._plain_call(request), request.return_lse
+        assert request.seqlen_q is not None
+        assert request.seqlen_k is not None
+        if leading_blind_rows(request.seqlen_q, request.seqlen_k, call.right):
+            return None
+        return lambda query, key, value: self._around(query, key, value, call, None, return_lse)
 
     def _batched(
         self,
@@ -265,6 +288,21 @@ class PackedKernel(KernelBackend):
 
     def unchecked(self, hook: str) -> Callable[..., Any]:
         return self._packed if hook == "forward_varlen" else super().unchecked(hook)
+
+    def bind_varlen(self, request: AttentionRequest) -> Callable[..., AttentionResult] | None:
+        builder, return_lse = self.metadata_builder(), request.return_lse
+        key_of, own_key = ("metadata", self, builder.key(request)), object()
+
+        def call_for(sequences: PackedSequences) -> tuple[KernelCall, Tensor | None]:
+            metadata = sequences.memo(key_of, lambda: builder.build(sequences, request))
+            assert isinstance(metadata, PackedMetadata)
+            return self._plain_call(request, metadata), None if metadata.blind is None else metadata.blind[None]
+
+        def run(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> AttentionResult:
+            call, blind = sequences.memo(own_key, lambda: call_for(sequences))
+            return self._around(query, key, value, call, blind, return_lse)
+
+        return run
 
     def _packed(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
@@ -15,18 +15,32 @@ from hal_attn.padded import attached, empty_lse
 from hal_attn.request import AttentionRequest
 
 
-def run_native(
-    backend: AttentionBackend,
+def native_call(backend: AttentionBackend, request: AttentionRequest) -> Callable[..., AttentionResult]:
+    """The call that answers packed calls like `request`: `call(query, key, value, sequences, **tensor_options)`."""
+    short, forward = backend.bind_varlen(request), _forward_varlen(backend, request)
+
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, **tensors: Tensor
+    ) -> AttentionResult:
+        if sequences.empty or not sequences.count:
+            return _answer_empty(forward, request, query, key, value, sequences, tensors)
+        if short is None or tensors:
+            return forward(query, key, value, sequences, tensors)
+        return short(query, key, value, sequences)
+
+    return run
+
+
+def _answer_empty(
+    forward: Callable[..., AttentionResult],
     request: AttentionRequest,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     sequences: PackedSequences,
-    **tensors: Tensor,
+    tensors: dict[str, Tensor],
 ) -> AttentionResult:
-    """One `forward_varlen` over the sequences that have both queries and keys; the others are answered by rule."""
-    if sequences.count and not sequences.empty:
-        return _forward_varlen(backend, request, query, key, value, sequences, tensors)
+    """`forward` over the sequences that have queries and keys; the others are answered by rule."""
     rest, rows, rows_k = sequences.memo(("alive", query.device), partial(_alive_rows, sequences, query.device))
     slopes = tensors.get("alibi_slopes")
     if slopes is not None and slopes.dim() == 2:
@@ -35,7 +49,7 @@ def run_native(
     lse = empty_lse((query.shape[0], query.shape[1]), tensors.get("sinks"), query.device)
     if sequences.alive:
         parts = (query.index_select(0, rows), key.index_select(0, rows_k), value.index_select(0, rows_k))
-        result = _forward_varlen(backend, request, *parts, rest, tensors)
+        result = forward(*parts, rest, tensors)
         part = result[0] if request.return_lse else result
         output = output.index_copy(0, rows, cast(Tensor, part))
         if request.return_lse:
@@ -45,33 +59,33 @@ def run_native(
     return (output, lse.transpose(0, 1)) if request.return_lse else output
 
 
-def _forward_varlen(
-    backend: AttentionBackend,
-    request: AttentionRequest,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sequences: PackedSequences,
-    tensors: Mapping[str, Tensor],
-) -> AttentionResult:
-    cu_seqlens, cu_seqlens_k = sequences.offsets(query.device)
-    arguments: dict[str, object] = {
-        "cu_seqlens": cu_seqlens,
-        "max_seqlen": sequences.max_seqlen,
-        "cu_seqlens_host": sequences.cu_seqlens_host,
-    }
-    if not sequences.equal_lengths:
-        arguments["cu_seqlens_k"] = cu_seqlens_k
-        arguments["max_seqlen_k"] = sequences.max_seqlen_k
-        arguments["cu_seqlens_k_host"] = sequences.cu_seqlens_k_host
-    if type(backend).metadata_builder is not AttentionBackend.metadata_builder:
-        builder = backend.metadata_builder()
-        key_of = ("metadata", backend, builder.key(request))
-        arguments["metadata"] = sequences.memo(key_of, lambda: builder.build(sequences, request))
-    result: AttentionResult = backend.unchecked("forward_varlen")(
-        query, key, value, **arguments, **request.options(), **tensors
-    )
-    return result
+def _forward_varlen(backend: AttentionBackend, request: AttentionRequest) -> Callable[..., AttentionResult]:
+    """`forward_varlen` with the options of `request`: a callable of (query, key, value, sequences, tensor_options)."""
+    forward, options = backend.unchecked("forward_varlen"), request.options()
+    builder = backend.metadata_builder()
+    # A builder of its own is one whose metadata its hook expects.
+    own = type(backend).metadata_builder is not AttentionBackend.metadata_builder
+    key_of = ("metadata", backend, builder.key(request))
+
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, tensors: Mapping[str, Tensor]
+    ) -> AttentionResult:
+        cu_seqlens, cu_seqlens_k = sequences.offsets(query.device)
+        arguments: dict[str, object] = {
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": sequences.max_seqlen,
+            "cu_seqlens_host": sequences.cu_seqlens_host,
+        }
+        if not sequences.equal_lengths:
+            arguments["cu_seqlens_k"] = cu_seqlens_k
+            arguments["max_seqlen_k"] = sequences.max_seqlen_k
+            arguments["cu_seqlens_k_host"] = sequences.cu_seqlens_k_host
+        if own:
+            arguments["metadata"] = sequences.memo(key_of, lambda: builder.build(sequences, request))
+        result: AttentionResult = forward(query, key, value, **arguments, **options, **tensors)
+        return result
+
+    return run
 
 
 def _alive_rows(sequences: PackedSequences, device: torch.device) -> tuple[PackedSequences, Tensor, Tensor]:

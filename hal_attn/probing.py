@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,6 +50,7 @@ def is_findable(module: str) -> bool:
     return attempt(lambda: find_spec(module) is not None, True)[0]
 
 
+@lru_cache(maxsize=256)
 def has_parameter(function: Callable[..., object], name: str) -> bool:
     """Whether `function` has a parameter of that name: libraries gain them from one version to the next."""
     return name in inspect.signature(function).parameters

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.errors import UnsupportedAttentionError
-from hal_attn.native import run_native
+from hal_attn.native import native_call
 from hal_attn.packing import PackedSequences
 from hal_attn.padded import plan_maker, run_plan
 
@@ -48,7 +48,7 @@ class RingBackend(AttentionBackend):
             raise UnsupportedAttentionError(message, [(self.name, refusals)])
         with torch.autocast(query.device.type, enabled=False):
             if self.implements("forward_varlen"):
-                result = run_native(self, request, query, key, value, sequences)
+                result = native_call(self, request)(query, key, value, sequences)
             else:
                 plan = plan_maker(self, request)(sequences)
                 result = run_plan(self, plan, query, key, value, request.options())

@@ -37,6 +37,8 @@ def last_contiguous(tensor: Tensor) -> Tensor:
 def aligned(tensor: Tensor, multiple: int) -> Tensor:
     """The last dimension contiguous, the other strides multiples of `multiple` elements, the first element on 16 bytes;
     a copy where that is not so."""
+    if tensor.is_contiguous() and not tensor.shape[-1] % multiple and not tensor.storage_offset():
+        return tensor
     strides = (stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1)
     fits = tensor.stride(-1) == 1 and not any(stride % multiple for stride in strides)
     # Memory itself begins on at least 16 bytes; its address would not be known while a graph is traced.
