@@ -371,6 +371,8 @@ def padded_head_dims(
     """Query, key and value with zeros up to the next `multiple` of their head dims, and all to one where `alike`: the
     scores stay as they are, and the output has zeros behind."""
     dim, value_dim = query.shape[-1], value.shape[-1]
+    if dim == value_dim and not dim % multiple:
+        return query, key, value
     if alike:
         dim = value_dim = max(dim, value_dim)
     dim, value_dim = (-(-d // multiple) * multiple for d in (dim, value_dim))
