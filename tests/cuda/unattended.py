@@ -25,7 +25,7 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 def replayed(run: Callable[[], object], change: Callable[[], None]) -> object:
-    """What `run` left in its outputs once a graph captured it, `change` gave its inputs other values, and it replayed."""
+    """The outputs of `run`, once a graph captured it, `change` gave its inputs other values, and the graph replayed."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
