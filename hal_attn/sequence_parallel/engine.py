@@ -117,8 +117,8 @@ class Engine:
         heads = slice(*share.queries)
         read_k, read_v = _read(key, share), _read(value, share)
 
-        def consume(hop: int, buffer: Tensor) -> None:
-            k, v = (read_k, read_v) if hop == 0 else (_read(part, share) for part in _parted(buffer, key))
+        def consume(hop: int, tensors: tuple[Tensor, ...]) -> None:
+            k, v = (read_k, read_v) if hop == 0 else (_read(tensor, share) for tensor in tensors)
             if query.shape[1]:
                 for rows, output, lse in kernel.forward(hop, query, k, v, heads, settings):
                     states.add(rows, output, lse)
@@ -197,9 +197,9 @@ class Engine:
         query_grad = torch.zeros(turn.query.shape, dtype=torch.float32, device=turn.query.device)
         kept = torch.zeros(*turn.key.shape[:2], turn.key.shape[2] + turn.value.shape[2], device=turn.key.device)
 
-        def contribute(hop: int, buffer: Tensor) -> Tensor:
-            keys, values = (turn.key, turn.value) if hop == 0 else _parted(buffer, turn.key)
-            total = kept if hop == 0 else torch.zeros(buffer.shape, dtype=torch.float32, device=buffer.device)
+        def contribute(hop: int, tensors: tuple[Tensor, ...]) -> Tensor:
+            keys, values = (turn.key, turn.value) if hop == 0 else tensors
+            total = kept if hop == 0 else kept.new_zeros(keys.shape[0], *kept.shape[1:])
             if turn.query.shape[1]:
                 read = (_read(keys, share), _read(values, share))
                 for part in kernel.backward(hop, turn.query, *read, given, heads, settings):
@@ -276,11 +276,10 @@ class Engine:
         rows = (self.queries, self.keys, self.keys)
         return self.heads.back(list(zip(tensors, rows, (queries, keys, keys), strict=True)), totals)
 
-    def _travelling(self, key: Tensor, value: Tensor) -> Tensor:
-        """Keys and values as one buffer `[T, Hkv, D + Dv]`; nothing is copied where nothing travels."""
+    def _travelling(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(self.exchange, NoExchange):
-            return key
-        return torch.cat([self.own_keys.take(key), self.own_keys.take(value)], -1)
+            return key, value
+        return self.own_keys.take(key), self.own_keys.take(value)
 
 
 def _spans(shares: list[HeadShare]) -> tuple[list[Span], list[Span]]:

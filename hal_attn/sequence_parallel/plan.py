@@ -171,9 +171,8 @@ class Plan:
         if groups.kv_gather > 1:
             own = groups.exchange_rank
             return GatherExchange(groups.exchanging, schedule.sends(own), schedule.receives(own))
-        ranks = groups.ranks[groups.ulysses_rank :: groups.ulysses]
         counts = tuple(rows.count for rows in schedule.travelling)
-        return RingExchange(groups.exchanging, ranks, groups.exchange_rank, schedule.hops, counts)
+        return RingExchange(groups.exchanging, groups.exchange_rank, schedule.hops, counts)
 
     @cached_property
     def _packed_kernel(self) -> PackedKernel:
