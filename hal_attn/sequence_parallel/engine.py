@@ -113,7 +113,8 @@ class Engine:
         value: Tensor,
         sinks: Tensor | None,
     ) -> Turn:
-        states = PartialStates(self.rows_q, query.shape[1], value.shape[2], query.device)
+        dtype = query.dtype if self._joined_once(kernel, sinks) else torch.float32
+        states = PartialStates(self.rows_q, query.shape[1], value.shape[2], query.device, dtype)
         heads = slice(*share.queries)
         read_k, read_v = _read(key, share), _read(value, share)
 
@@ -130,6 +131,10 @@ class Engine:
             output, lse = with_sinks(output, lse, sinks[heads])
         return Turn(share, query, key, value, output.to(query.dtype), lse)
 
+    def _joined_once(self, kernel: LocalKernel, sinks: Tensor | None) -> bool:
+        """No row is rounded more than once: it has at most two results, and nothing changes them afterwards."""
+        return kernel.most_results <= 2 and sinks is None and not self.replicated_q.count
+
     def _join_replicated(self, states: PartialStates) -> None:
         """Join what each rank of the exchange found for the replicated queries, in the order of ranks: alike on all."""
         if self.group is None or not self.replicated_q.count:
@@ -139,7 +144,7 @@ class Engine:
         gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(gathered, packed, group=self.group)
         rows, heads, dim = own[0].shape
-        joined = PartialStates(rows, heads, dim, packed.device)
+        joined = PartialStates(rows, heads, dim, packed.device, torch.float32)
         everything = RowSet(rows)
         for part in gathered:
             joined.add(everything, part[..., :-1], part[..., -1].transpose(0, 1))

@@ -155,14 +155,12 @@ class GatherExchange(Exchange):
         return _all_to_all(self.group, parts, [rows.count for rows in self.sends], self.receives)
 
 
-def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
     """`torch.cat`, which would also copy a single part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else like[:0]
 
 
-def _all_to_all(
-    group: dist.ProcessGroup, tensors: Tensors, sends: Sequence[int], receives: Sequence[int]
-) -> _Transfer:
+def _all_to_all(group: dist.ProcessGroup, tensors: Tensors, sends: Sequence[int], receives: Sequence[int]) -> _Transfer:
     """Rows `[sum(sends), ...]` of each tensor, by destination, for rows `[sum(receives), ...]`, by source."""
     received, works, sent = [], [], []
     for tensor in tensors:
