@@ -28,7 +28,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hal_attn.kernels import with_sinks
 from hal_attn.sequence_parallel.exchange import Exchange, NoExchange
-from hal_attn.sequence_parallel.heads import HeadShare, HeadSplit
+from hal_attn.sequence_parallel.heads import HeadShare, HeadSplit, pipeline
 from hal_attn.sequence_parallel.kernel import Given, LocalKernel, Settings
 from hal_attn.sequence_parallel.partial import PartialStates
 from hal_attn.sequence_parallel.spans import Span
@@ -36,6 +36,7 @@ from hal_attn.sequence_parallel.ulysses import Arriving, HeadExchange, SideRows
 from hal_attn.sequence_parallel.work import RowSet
 
 _PIPELINE_TURNS = 2
+Plans = Sequence[Sequence[HeadShare]]
 
 
 class Turn(NamedTuple):
@@ -242,21 +243,18 @@ class Engine:
     def _coordinate(self) -> int:
         return 0 if self.heads is None else self.heads.coordinate
 
-    def turns(self, split: HeadSplit) -> list[list[HeadShare]]:
+    def turns(self, split: HeadSplit) -> Plans:
         """`[turn][rank]` -> its heads."""
-        count = split.turns(_PIPELINE_TURNS) if self.heads is not None else 1
-        return [[split.turn(share, index, count) for share in split.shares] for index in range(count)]
+        return pipeline(split, 1 if self.heads is None else _PIPELINE_TURNS)
 
-    def _there(self, plans: list[list[HeadShare]], index: int, tensors: tuple[Tensor, Tensor, Tensor]) -> Arriving:
+    def _there(self, plans: Plans, index: int, tensors: tuple[Tensor, Tensor, Tensor]) -> Arriving:
         if self.heads is None:
             return Arriving(lambda: list(tensors))
         queries, keys = _spans(plans[index])
         sides = zip(tensors, (self.queries, self.keys, self.keys), (queries, keys, keys), strict=True)
         return self.heads.there(list(sides))
 
-    def _there_gradients(
-        self, plans: list[list[HeadShare]], index: int, grads: tuple[Tensor, Tensor | None]
-    ) -> Arriving:
+    def _there_gradients(self, plans: Plans, index: int, grads: tuple[Tensor, Tensor | None]) -> Arriving:
         tensors = [grads[0]] if grads[1] is None else [grads[0], grads[1].transpose(0, 1).unsqueeze(-1)]
         heads = self.heads
         if heads is None:
@@ -264,7 +262,7 @@ class Engine:
         queries, _ = _spans(plans[index])
         return heads.there([(tensor, self.queries, queries) for tensor in tensors])
 
-    def _back_states(self, shares: list[HeadShare], turn: Turn, results: list[Tensor]) -> Arriving:
+    def _back_states(self, shares: Sequence[HeadShare], turn: Turn, results: list[Tensor]) -> Arriving:
         tensors = [turn.output, turn.lse.transpose(0, 1).unsqueeze(-1)]
         if self.heads is None:
             return Arriving(lambda: tensors)
@@ -272,7 +270,7 @@ class Engine:
         return self.heads.back([(tensor, self.queries, queries) for tensor in tensors], results)
 
     def _back_gradients(
-        self, shares: list[HeadShare], found: tuple[Tensor, Tensor, Tensor], totals: list[Tensor]
+        self, shares: Sequence[HeadShare], found: tuple[Tensor, Tensor, Tensor], totals: list[Tensor]
     ) -> Arriving:
         if self.heads is None:
             return Arriving(lambda: list(found))
@@ -287,7 +285,7 @@ class Engine:
         return self.own_keys.take(key), self.own_keys.take(value)
 
 
-def _spans(shares: list[HeadShare]) -> tuple[list[Span], list[Span]]:
+def _spans(shares: Sequence[HeadShare]) -> tuple[list[Span], list[Span]]:
     return [share.queries for share in shares], [share.keys for share in shares]
 
 
