@@ -173,9 +173,9 @@ class Plan:
             return NoExchange()
         if groups.kv_gather > 1:
             own = groups.exchange_rank
-            return GatherExchange(groups.exchanging, schedule.sends(own), schedule.receives(own))
+            return GatherExchange(groups.exchanging, schedule.sends(own), schedule.receives(own), groups.peers)
         counts = tuple(rows.count for rows in schedule.travelling)
-        return RingExchange(groups.exchanging, groups.exchange_rank, schedule.hops, counts)
+        return RingExchange(groups.exchanging, groups.exchange_rank, schedule.hops, counts, groups.peers)
 
     @cached_property
     def _packed_kernel(self) -> PackedKernel:
