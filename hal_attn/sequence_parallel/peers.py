@@ -154,9 +154,9 @@ def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
     if failed is not None:
         return failed
     _, failure = attempt(lambda: _mapped(group, _flags_size(group), device), None)
-    dist.all_gather_object(told, failure, group=group)
-    reason: str | None = next((found for found in told if found), None)
-    return reason
+    failures: list[str] = [""] * len(told)
+    dist.all_gather_object(failures, failure, group=group)
+    return next((reason for reason in failures if reason), None)
 
 
 def _symmetric_memory() -> Any:
