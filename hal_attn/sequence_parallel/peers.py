@@ -150,7 +150,7 @@ def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
         return "the ranks are on several hosts"
     if len({uuid for _, uuid, _ in told}) < len(told):
         return "several ranks share a GPU"
-    failed = next((reason for _, _, reason in told if reason is not None), None)
+    failed: str | None = next((reason for _, _, reason in told if reason is not None), None)
     if failed is not None:
         return failed
     _, failure = attempt(lambda: _mapped(group, _flags_size(group), device), None)
