@@ -87,7 +87,7 @@ class Platform(ABC):
 
     def runtime_versions(self, device: torch.device) -> tuple[tuple[str, str], ...]:
         """(name, version) of what the speed of kernels on `device` depends on and `detect` leaves out, since finding it
-        may load libraries or initialise the device: driver, runtime, the model of a processor. Measured choices are kept
+        may load libraries or initialise the device: driver, runtime, a processor's model. Measured choices are kept
         apart by them."""
         return ()
 

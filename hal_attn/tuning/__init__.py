@@ -1,1 +1,1 @@
-"""Measured choices (HAL_ATTN_AUTOTUNE): what counts as one class of calls, how candidates race, where results are kept."""
+"""Measured choices, HAL_ATTN_AUTOTUNE: classes of calls, the race of candidates, where results are kept and shared."""

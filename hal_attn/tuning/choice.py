@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.registry import Registry
@@ -33,79 +33,68 @@ def tuned(
 ) -> Selection:
     """`selection` with the fastest measured backend chosen, where HAL_ATTN_AUTOTUNE asks for that and a choice is left.
 
-    `trial` is the call that will follow; without one this is a question, which neither measures nor decides anything for
-    others. Backends that someone named, and calls with dropout, whose results cannot be compared, are left as they are.
+    `trial` is the call that will follow. Without one this is a question, which neither measures nor decides anything
+    for others. Backends that someone named, and calls with dropout, whose results cannot be compared, are left alone.
     """
-    able = [backend for backend, refusals in selection.considered if not refusals]
+    able = tuple(backend for backend, refusals in selection.considered if not refusals)
     request = selection.request
     if settings.autotune == "off" or explicit is not None or len(able) < 2 or request.dropout_p > 0:
         return selection
     kept = Kept(settings.cache_path, identity_of(selection.platform, request.device, registry, settings))
-    group = GroupChoices.of_process(kept.digest)
-    name = shape_class(request)
-    record = group.find(name) if group else None
-    if record is None:
-        record = kept.find(name)
-        if trial is not None:
-            record = _decide(able, trial, request, kept, group, name, record, settings)
+    calls = _Calls(request, able, shape_class(request), kept, GroupChoices.of_process(kept.digest))
+    record = calls.record(trial, settings.autotune == "on")
     return selection if record is None else _chosen(selection, able, record)
 
 
-def _decide(
-    able: Sequence[AttentionBackend],
-    trial: Trial,
-    request: AttentionRequest,
-    kept: Kept,
-    group: GroupChoices | None,
-    name: str,
-    known: Record | None,
-    settings: Settings,
-) -> Record | None:
-    """What is known, or measured now; under a process group what its ranks settled on."""
-    record = known
-    if settings.autotune == "on" and not _complete(known, able):
+@dataclass(frozen=True)
+class _Calls:
+    """Calls of one class, the backends that take this one, and where records of the class are."""
+
+    request: AttentionRequest
+    able: Sequence[AttentionBackend]
+    name: str
+    kept: Kept
+    group: GroupChoices | None
+
+    def record(self, trial: Trial | None, may_measure: bool) -> Record | None:
+        """What is known or, for a call, measured now. Under a process group it is what the ranks settled on."""
+        agreed = self._agreed()
+        known = self.kept.find(self.name) if agreed is None else agreed
+        if agreed is not None or trial is None:
+            return known
+        if may_measure and not self._complete(known):
+            known = self._measured(trial) or known
+        return known if self.group is None else self.group.settle(self.name, known)
+
+    def _measured(self, trial: Trial) -> Record | None:
+        """What this process measures, or another one did while this one waited; None where neither came to be."""
         obstacle = trial.obstacle()
         if obstacle:
-            _log.warning("nothing is measured for %s: %s", request.describe(), obstacle)
-        else:
-            record = _measured(able, trial, request, kept, group, name) or known
-    return record if group is None else group.settle(name, record)
-
-
-def _complete(record: Record | None, able: Sequence[AttentionBackend]) -> bool:
-    return record is not None and record.covers(backend.name for backend in able)
-
-
-def _measured(
-    able: Sequence[AttentionBackend],
-    trial: Trial,
-    request: AttentionRequest,
-    kept: Kept,
-    group: GroupChoices | None,
-    name: str,
-) -> Record | None:
-    """The record that this process measures, or that another one measured while this one waited for the lock; None where
-    that took too long."""
-    # Before the lock: while it is held, nothing may depend on another process, which may wait for the lock itself.
-    trial.wait()
-    with kept.locked(LOCK_SECONDS) as held:
-        if not held:
-            _log.warning("another process still measures after %g s; %s", LOCK_SECONDS, "the platform's order counts here")
+            _log.warning("nothing is measured for %s: %s", self.request.describe(), obstacle)
             return None
-        if group is not None and (agreed := group.find(name)) is not None:
-            return agreed
-        found = kept.find(name)
-        if _complete(found, able):
-            return found
-        record, lasting = measure(able, trial, request)
-        if not lasting:
-            return record
-        kept.keep(name, record)
-        return kept.find(name) or record
+        # Before the lock: while it is held, nothing may depend on another process, which may wait for the lock itself.
+        trial.wait()
+        with self.kept.locked(LOCK_SECONDS) as held:
+            if not held:
+                _log.warning("another process is still measuring after %g s; nothing is measured here", LOCK_SECONDS)
+                return None
+            agreed, found = self._agreed(), self.kept.find(self.name)
+            if agreed is not None or self._complete(found):
+                return found if agreed is None else agreed
+            record, lasting = measure(self.able, trial, self.request)
+            if lasting:
+                self.kept.keep(self.name, record)
+            return self.kept.find(self.name) or record if lasting else record
+
+    def _agreed(self) -> Record | None:
+        return None if self.group is None else self.group.find(self.name)
+
+    def _complete(self, record: Record | None) -> bool:
+        return record is not None and record.covers(backend.name for backend in self.able)
 
 
 def _chosen(selection: Selection, able: Sequence[AttentionBackend], record: Record) -> Selection:
-    """`selection` by `record`: its first backend that takes this call."""
+    """`selection` by `record`: its fastest backend that takes this call."""
     by_name = {backend.name: backend for backend in able}
     best = next((by_name[name] for name, _ in record.milliseconds if name in by_name), None)
     if best is None:

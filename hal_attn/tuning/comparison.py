@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from hal_attn.tuning.shape import matmul_precision
+
 # Beyond this many values, evenly spread rows of a result are looked at.
 MOST_VALUES = 1 << 22
 # In units of the dtype's eps, of the root mean square and of the largest value. 16-bit kernels round their weights and
@@ -49,7 +51,8 @@ def difference(have: Result, other: Result, dtype: torch.dtype) -> str:
     Each part by its own size, but gradients by the largest of them, since one that should be 0 is nothing but rounding,
     and the LSE by 1 at least.
     """
-    eps = 2.0**-10 if _shortened(dtype) else torch.finfo(dtype).eps
+    shortened = dtype == torch.float32 and matmul_precision() != "highest"
+    eps = torch.finfo(torch.float16).eps if shortened else torch.finfo(dtype).eps
     mean, most = (eps * limit for limit in (HALF if dtype.itemsize < 4 else FULL))
     sizes = {part: _sizes(tensor) for part, tensor in other.items()}
     gradients = [size for part, size in sizes.items() if part.startswith("gradient")]
@@ -66,12 +69,6 @@ def difference(have: Result, other: Result, dtype: torch.dtype) -> str:
             if apart[index] > allowed:
                 return f"{part} is {apart[index]:.2g} apart, {allowed:.2g} is allowed"
     return ""
-
-
-def _shortened(dtype: torch.dtype) -> bool:
-    """Whether float32 products may be made of shorter numbers (TF32)."""
-    short = torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
-    return dtype == torch.float32 and short
 
 
 def _apart(have: Tensor, other: Tensor) -> tuple[float, float] | None:

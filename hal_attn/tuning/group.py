@@ -42,7 +42,7 @@ class GroupChoices:
         return self._told(lambda: self._store.get(key) if self._store.check([key]) else None)
 
     def settle(self, name: str, mine: Record | None) -> Record:
-        """The first decision about a class: `mine` where there was none. None of mine is one too: the platform's order."""
+        """The first decision about a class: `mine` where there was none yet. Its None is the platform's order."""
         record = mine or Record()
         text = json.dumps({**record.json(), "origin": record.origin})
         return self._told(lambda: self._store.compare_set(self._key(name), "", text)) or record

@@ -81,8 +81,8 @@ def _module(device: torch.device) -> Any:
 
 
 def measure(able: Sequence[AttentionBackend], trial: Trial, request: AttentionRequest) -> tuple[Record, bool]:
-    """The record of `able`, in the order of preference, and whether it is worth keeping: a candidate for which there was
-    too little memory at this moment may be the best at another."""
+    """The record of `able`, in the platform's order, and whether it is worth keeping: a candidate that found too little
+    memory at this moment may be the best at another."""
     with _undisturbed(trial, request):
         runs, results, left_out = _first_runs(able, trial, request)
         left_out |= odd_ones(results, request.dtype)
@@ -128,9 +128,7 @@ def _looked_at(run: Run) -> Result:
     return {part: some_rows(tensor) for part, tensor in run().items()}
 
 
-def _values(
-    trial: Trial, request: AttentionRequest
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor | None]:
+def _values(trial: Trial, request: AttentionRequest) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor | None]:
     """Query, key and value with normal values, the options, and a gradient of the output where one is wanted.
 
     The caller's own values may be zeros of a warm-up, which cost less and on which all kernels agree, or not finite.

@@ -14,7 +14,7 @@ class Record:
     Attributes:
         milliseconds: (backend, median of one call), the fastest first; none where nothing is known and the platform's
             order stands.
-        left_out: (backend, why) of those that must not be chosen: they failed, or their result differs from the others'.
+        left_out: (backend, why) of those that must not be chosen: they failed, or computed something else than others.
         rounds: how often each contender was timed.
         when: UTC, ISO 8601.
         origin: where this comes from: a file, or the process group.
@@ -59,7 +59,9 @@ class Record:
         rounds, when = value.get("rounds"), value.get("when")
         if not all(_is_time(time) for time in times.values()):
             raise ValueError("a time that is no positive number")
-        if not (isinstance(rounds, int) and isinstance(when, str) and all(isinstance(t, str) for t in left_out.values())):
+        if not (
+            isinstance(rounds, int) and isinstance(when, str) and all(isinstance(t, str) for t in left_out.values())
+        ):
             raise ValueError("a record with fields of other types")
         ordered = sorted(((str(name), float(str(time))) for name, time in times.items()), key=lambda pair: pair[1])
         reasons = tuple((str(name), str(reason)) for name, reason in left_out.items())

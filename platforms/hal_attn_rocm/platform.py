@@ -37,8 +37,8 @@ ORDERS = {
 }
 SOURCES = {
     "gfx942": (
-        "not measured here; published for MI300X, forward, head dims 64 and 128: AITER 18 to 62 percent before Triton's "
-        "and AOTriton's kernels (midiareshadi.github.io/blog/attn-dsl-bench)"
+        "not measured here; published for MI300X, forward, head dims 64 and 128: AITER 18 to 62 percent before "
+        "Triton's and AOTriton's kernels (midiareshadi.github.io/blog/attn-dsl-bench)"
     ),
     "": "not measured",
 }
