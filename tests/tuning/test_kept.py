@@ -4,12 +4,16 @@ import json
 import multiprocessing
 import os
 from dataclasses import replace
+from platform import release
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hal_attn_ascend.platform import AscendPlatform
 from hal_attn_cpu.platform import CpuPlatform
 from hal_attn_cuda.platform import CudaPlatform
 from hal_attn_cuda.simulated.platform import SimulatedCuda
+from hal_attn_rocm import platform as rocm
 
 from hal_attn.platform import Detection, DeviceInfo
 from hal_attn.settings import Settings
@@ -202,6 +206,24 @@ def test_cuda_tells_runtime_cudnn_and_driver(monkeypatch):
     about = dict(CudaPlatform().runtime_versions(torch.device("cuda", 0)))
     assert about.keys() == {"CUDA", "cuDNN", "driver"}
     assert (about["CUDA"], about["cuDNN"]) == ("13.0", "91900")
+
+
+def test_rocm_tells_runtime_and_driver(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(rocm, "DRIVER", tmp_path / "version")
+    assert dict(rocm.RocmPlatform().runtime_versions(torch.device("cuda", 0))) == {"ROCm": "7.0", "driver": release()}
+    (tmp_path / "version").write_text("6.16.6\n")
+    assert dict(rocm.RocmPlatform().runtime_versions(torch.device("cuda", 0)))["driver"] == "6.16.6"
+
+
+def test_ascend_tells_cann_and_driver(monkeypatch):
+    """As torch_npu 2.7 and later answer."""
+    versions = {"CANN": "8.3.RC1", "DRIVER": "25.2.0"}
+    monkeypatch.setattr(
+        torch, "npu", SimpleNamespace(utils=SimpleNamespace(get_cann_version=versions.get)), raising=False
+    )
+    about = dict(AscendPlatform().runtime_versions(torch.device("cpu")))
+    assert about == {"CANN": "8.3.RC1", "driver": "25.2.0"}
 
 
 def test_all_files_of_a_folder(kept):

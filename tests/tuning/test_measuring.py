@@ -277,6 +277,15 @@ def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch, tmp_path, ca
 # Events of a device
 
 
+def test_what_the_caller_queued_is_waited_for_on_its_device(monkeypatch):
+    told = []
+    event = SimpleNamespace(record=lambda: told.append("record"), synchronize=lambda: told.append("wait"))
+    module = SimpleNamespace(device=lambda device: told.append(device) or nullcontext(), Event=lambda: event)
+    monkeypatch.setattr(measuring, "_module", lambda device: module)
+    trial_of(dense()).wait()
+    assert told == [torch.device("cpu"), "record", "wait"]
+
+
 def test_events_time_the_calls_that_count_and_not_the_one_before():
     told = []
 
