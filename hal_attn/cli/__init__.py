@@ -15,6 +15,7 @@ VERBS = {
     "doctor": "What is here: usable, or why not and what to do.",
     "env": "Every environment variable and its value now.",
     "explain": "Which backend a call would take, and why.",
+    "tuning": "The measured choices that are kept, and how to drop them.",
     "demo": "A real model on real text, packed.",
 }
 
