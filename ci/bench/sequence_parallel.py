@@ -63,7 +63,14 @@ def wanted(device: torch.device, quick: bool, backend: str) -> list[Wanted]:
         return problems(tokens, packed, (False, True), heads, heads, dim, dtype)
 
     speed = [
-        Wanted(all_of((size,), dtype), MODES, backend, False, True, Effort(3 if quick or size > 100_000 else 5, max(2, 400_000 // size)))
+        Wanted(
+            all_of((size,), dtype),
+            MODES,
+            backend,
+            False,
+            True,
+            Effort(3 if quick or size > 100_000 else 5, max(2, 400_000 // size)),
+        )
         for size in sizes
     ]
     if device.type == "cpu":

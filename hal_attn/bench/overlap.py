@@ -8,7 +8,8 @@ from typing import Any
 
 Interval = tuple[float, float]
 
-_COMMUNICATION = ("nccl", "rccl", "hccl")
+# Collectives by their libraries, and the copies of a GPU's engines into another GPU.
+_COMMUNICATION = ("nccl", "rccl", "hccl", "memcpy ptop")
 _ON_THE_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
