@@ -21,6 +21,7 @@ from hal_attn.backend import AttentionBackend, AttentionResult
 from hal_attn.bench.variables import environment
 from hal_attn.capabilities import Capabilities
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
+from hal_attn.packing import PackedSequences
 from hal_attn.platform import Detection, DeviceInfo, Platform
 from hal_attn.registry import GROUP, default_registry
 from hal_attn.request import AttentionRequest
@@ -52,6 +53,9 @@ class NothingBackend(AttentionBackend):
 
     def bind(self, request: AttentionRequest) -> Callable[..., AttentionResult] | None:
         return nothing
+
+    def bind_varlen(self, request: AttentionRequest) -> Callable[..., AttentionResult] | None:
+        return nothing_packed
 
 
 class FramedNothingBackend(BatchedKernel, PackedKernel):
@@ -89,6 +93,11 @@ class NothingPlatform(Platform):
 
 def nothing(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """The kernel itself."""
+    return value
+
+
+def nothing_packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+    """The kernel itself, packed."""
     return value
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.kernels import KernelBackend
-from hal_attn.native import run_native
+from hal_attn.native import native_call
 from hal_attn.packing import PackedSequences
 from hal_attn.request import AttentionRequest
 
@@ -95,7 +95,7 @@ def _run(
     if sequences is None:
         backend.unchecked("forward")(query, key, value, **request.options())
     else:
-        run_native(backend, request, query, key, value, sequences)
+        native_call(backend, request)(query, key, value, sequences)
 
 
 def _over(backend: KernelBackend, library: _Library) -> KernelBackend:

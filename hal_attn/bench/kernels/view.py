@@ -44,7 +44,7 @@ def _groups(report: Report) -> list[list[Row]]:
 def _table(rows: Sequence[Row]) -> RenderableType:
     memory = any(row.peak is not None for row in rows)
     headings = ["Backend", "ms", "TFLOP/s", "Of best", "Vendor", *(["Memory"] if memory else []), "Error", "Chosen"]
-    return table(headings, (_cells(row, rows, memory) for row in rows if row.ms is not None))
+    return table(headings, (_cells(row, rows, memory) for row in rows if row.teraflops is not None))
 
 
 def _cells(row: Row, rows: Sequence[Row], memory: bool) -> list[RenderableType]:
@@ -69,11 +69,11 @@ def _chosen(row: Row) -> str:
 
 
 def part_of_best(row: Row | None, rows: Sequence[Row]) -> float | None:
-    """The fastest time as a part of the row's; None where it has none."""
-    times = [other.ms for other in rows if other.ms is not None and not other.wrong]
-    if row is None or row.ms is None or not times:
+    """The fastest time as a part of the row's, by their rates, which a file may have without times; None without."""
+    rates = [other.teraflops for other in rows if other.teraflops is not None and not other.wrong]
+    if row is None or row.teraflops is None or not rates:
         return None
-    return min(times) / row.ms
+    return row.teraflops / max(rates)
 
 
 def _over(ours: float | None, vendor: float | None) -> float | None:
@@ -101,7 +101,7 @@ def _summary(groups: Sequence[Sequence[Row]]) -> Iterator[RenderableType]:
             picked = next((row for row in rows if (row.chosen if word == "untuned" else row.tuned)), None)
             part = part_of_best(picked, rows)
             if picked is not None and part is not None:
-                best = min((row for row in rows if row.ms is not None), key=lambda row: row.ms or 0.0)
+                best = max((row for row in rows if not row.wrong), key=lambda row: row.teraflops or 0.0)
                 shape = f"{short(rows[0].problem)}{'' if rows[0].passes == 'forward' else ', fwd+bwd'}"
                 cells.append((shape, picked.backend, best.backend, kept(f"{part:.2f}", part >= mark)))
         if cells:
@@ -114,13 +114,13 @@ def plot(report: Report, path: Path) -> None:
     """TFLOP/s of each backend, a group of bars a shape, a panel a pass; what is chosen is marked."""
     passes: dict[str, list[list[Row]]] = {}
     for rows in _groups(report):
-        measured = [row for row in rows if row.ms is not None]
+        measured = [row for row in rows if row.teraflops is not None]
         if measured:
             passes.setdefault(rows[0].passes, []).append(measured)
     names = list(dict.fromkeys(row.backend for groups in passes.values() for rows in groups for row in rows))
     colours = dict(zip(names, pictures.COLOURS * 3, strict=False))
     widest = max((sum(len(rows) + 1.5 for rows in groups) for groups in passes.values()), default=8.0)
-    width, height = max(9.0, min(19.0, 0.24 * widest + 2)), 0.9 + 4.4 * len(passes)
+    width, height = max(9.0, min(19.0, 0.24 * widest + 2)), 0.9 + 4.4 * max(1, len(passes))
     dtypes = dict.fromkeys(str(row["problem"]["dtype"]) for row in report.rows)
     facts = f"{headline(report.facts)}; {', '.join(dtypes)}"
     figure = pictures.new_figure(width, height, "Every backend on every shape", facts)
