@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hal_attn.bench.overlap import Interval
-from hal_attn.bench.row import LOCAL, Row
-from hal_attn.errors import HalAttnError
+from hal_attn.bench import pictures
+from hal_attn.bench.sequence_parallel.overlap import Interval
+from hal_attn.bench.sequence_parallel.row import LOCAL, Row
 
-_COLOURS = {"ours": "#2b6cb0", "local": "#718096", "peer": "#dd8452", "wrong": "#c53030"}
-
-
-class MissingPlotLibraryError(HalAttnError, ImportError):
-    """matplotlib is missing or broken; the message has the command that installs it."""
-
-
-def require_matplotlib() -> Any:
-    """`matplotlib.figure`.
-
-    Raises:
-        MissingPlotLibraryError: it is not installed, or fails to import.
-    """
-    try:
-        return import_module("matplotlib.figure")
-    except ImportError as error:
-        raise MissingPlotLibraryError(
-            f'--plot needs matplotlib ({error}); install it with: pip install "hal-attn[bench]"'
-        ) from error
+_COLOURS = {"ours": pictures.OURS, "local": pictures.BARE, "peer": pictures.PEER, "wrong": pictures.WRONG}
 
 
 def plot(rows: Sequence[Row], ranks: int, title: str, path: Path) -> None:
     """Write the rows as PNG to `path`."""
     panels = [list(found) for _, found in groupby(rows, key=lambda row: (row.problem, row.passes))]
-    columns = min(2, len(panels))
+    columns = min(4, math.ceil(math.sqrt(len(panels))))
     lines = -(-len(panels) // columns)
     height = max(len(panel) for panel in panels) * 0.28 + 1.1
-    figure = require_matplotlib().Figure(figsize=(7.5 * columns, height * lines + 0.6), layout="constrained")
+    figure = pictures.require_matplotlib().Figure(figsize=(7.5 * columns, height * lines + 0.6), layout="constrained")
     figure.suptitle(title, fontsize=9)
     for place, panel in enumerate(panels):
         _panel(figure.add_subplot(lines, columns, place + 1), panel, ranks)
-    figure.savefig(path, format="png", dpi=110)
+    pictures.save(figure, path)
 
 
 def _panel(axes: Any, rows: Sequence[Row], ranks: int) -> None:
@@ -68,7 +50,7 @@ def _colour(row: Row) -> str:
 
 def plot_timeline(transfers: Sequence[Interval], kernels: Sequence[Interval], title: str, path: Path) -> None:
     """Write when transfers and when kernels ran, in microseconds from the first, as PNG to `path`."""
-    figure = require_matplotlib().Figure(figsize=(10, 2.2), layout="constrained")
+    figure = pictures.require_matplotlib().Figure(figsize=(10, 2.2), layout="constrained")
     axes = figure.add_subplot()
     first = min(start for start, _ in (*transfers, *kernels))
     for place, (found, colour) in enumerate(((kernels, _COLOURS["ours"]), (transfers, _COLOURS["peer"]))):
@@ -76,4 +58,4 @@ def plot_timeline(transfers: Sequence[Interval], kernels: Sequence[Interval], ti
     axes.set_yticks((0, 1), ("kernels", "transfers"))
     axes.set_xlabel("microseconds", fontsize=8)
     axes.set_title(title, fontsize=8)
-    figure.savefig(path, format="png", dpi=110)
+    pictures.save(figure, path)
