@@ -45,7 +45,7 @@ clean:
 	rm -rf $(VENV) $(ASCEND_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # PyTorch first and alone, pinned by the constraints: a looser request would bring a build for an accelerator.
-$(VENV)/.torch: $(CONSTRAINTS)
+$(VENV)/.torch: $(CONSTRAINTS) ci/constraints-common.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) torch
 	touch $@

@@ -1,0 +1,82 @@
+"""The platform's pinned environment: a virtual environment that pip makes from the constraints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from runner import constraints, process
+from runner.environment import Environment, NoEnvironment, joined, variables_of
+from runner.options import Options
+from runner.platforms import ROOT
+
+EXTRAS = ("bench", "demo", "dev")
+
+
+def make(options: Options) -> Environment:
+    """The environment of the platform; made anew only when what it is made of changed."""
+    platform = options.installs
+    folder = options.environments.resolve() / platform.name
+    pins = constraints.effective(platform.constraints, options.overrides)
+    python, stamp = folder / "bin" / "python", folder / ".made-from"
+    made_from = _fingerprint(options, pins)
+    if not (stamp.exists() and stamp.read_text(encoding="utf-8") == made_from):
+        if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
+            raise NoEnvironment(f"{folder} is no virtual environment and not empty", "name another --environments")
+        _create(options, folder)
+        _install(options, python, pins)
+        stamp.write_text(made_from, encoding="utf-8")
+    variables = variables_of(options.platform, simulated=bool(options.simulation))
+    variables |= {"PATH": joined(python.parent, variables.get("PATH")), "VIRTUAL_ENV": str(folder)}
+    return Environment(python, variables)
+
+
+def _fingerprint(options: Options, pins: Mapping[str, str]) -> str:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    content = json.dumps([dict(pins), project, str(ROOT), sys.version, options.python])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _create(options: Options, folder: Path) -> None:
+    """An empty environment; one that keeps the interpreter's own PyTorch also sees the packages beside it."""
+    interpreter = options.python or sys.executable
+    done = subprocess.run([interpreter, "-m", "venv", "--clear", folder], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip().replace("\n", " ")
+        remedy = "install the interpreter's venv module (Debian and Ubuntu: apt-get install python3-venv)"
+        raise NoEnvironment(f"{interpreter} makes no virtual environment: {said}", remedy)
+    (folder / ".gitignore").write_text("*\n", encoding="utf-8")
+    if options.installs.own_torch:
+        # Not --system-site-packages: where the interpreter is itself in a virtual environment, as in AMD's images, that
+        # would show the packages of the system and not those of the environment.
+        code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        own = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=True).stdout
+        (site,) = folder.glob("lib/python3*/site-packages")
+        (site / "interpreter.pth").write_text(own, encoding="utf-8")
+        if Environment(folder / "bin" / "python", os.environ).lacking("torch"):
+            remedy = "start from an image that has it (ci/containers), or name an interpreter that has it with --python"
+            raise NoEnvironment(f"{interpreter} has no PyTorch, and the index has none for this platform", remedy)
+
+
+def _install(options: Options, python: Path, pins: Mapping[str, str]) -> None:
+    platform, listed = options.installs, options.out / "constraints.txt"
+    constraints.write(dict(pins), listed)
+    extras = ",".join(sorted((*EXTRAS, *platform.extras)))
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", listed]
+    if options.wheels is not None:
+        pip += ["--find-links", options.wheels]
+    # Without the vendor's libraries, importing torch loads the vendor's extension and fails, and so do builds with it.
+    variables = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    log = options.log_folder / "environment.log"
+    for wanted in (*((name,) for name in platform.packages), ("--editable", f"{ROOT}[{extras}]")):
+        done = process.run(
+            [*pip, *wanted], log, variables=variables, folder=ROOT, timeout_minutes=options.timeout_minutes
+        )
+        if not done.ok:
+            reason = f"pip could not install {wanted[-1]} by {platform.constraints.name}: {done.ending}, {done.verdict}"
+            raise NoEnvironment(reason, f"read {log}; --no-install uses the interpreter as it is")
