@@ -39,13 +39,14 @@ class Measured:
 
     def slower(self, ratio: float) -> list[str]:
         """Rows of ours that take more than `ratio` times as long as before, or run no longer."""
-        before = _times(self.old)
-        now = _times(self.new)
-        return [
-            f"{self.kind} {key} " + (f"{now[key] / then:.2f}x" if now[key] else "no longer runs")
-            for key, then in before.items()
-            if then and key in now and (not now[key] or now[key] / then > ratio)
-        ]
+        found, before = [], _times(self.old)
+        for key, now in _times(self.new).items():
+            then = before.get(key)
+            if then and now is None:
+                found.append(f"{self.kind} {key} no longer runs")
+            elif then and now is not None and now / then > ratio:
+                found.append(f"{self.kind} {key} {now / then:.2f}x")
+        return found
 
 
 def check(options: Options, environment: Environment) -> Result:

@@ -27,11 +27,11 @@ class Environment:
 
     def ask(self, code: str, *arguments: str) -> str:
         """What a few lines of Python print there."""
-        command = [self.python, "-c", code, *arguments]
+        command = [str(self.python), "-c", code, *arguments]
         variables = dict(self.variables)
         done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=ROOT, check=False)
         if done.returncode != 0:
-            raise NoEnvironment(f"{self.python} failed: {done.stderr.strip().splitlines()[-1:]}", "see that it runs")
+            raise NoEnvironment(f"{self.python} fails: {done.stderr.strip()[-300:]}", "see that it runs")
         return done.stdout
 
     def lacking(self, *modules: str) -> list[str]:
@@ -47,7 +47,8 @@ class Environment:
         installed: dict[str, str] = {}
         for name, version in json.loads(self.ask(code)):
             # The first on the path is the one that is imported.
-            installed.setdefault(constraints.normal(name), version) if name else None
+            if name:
+                installed.setdefault(constraints.normal(name), version)
         python = self.ask("import platform; print(platform.python_version())").strip()
         return {
             "executable": str(self.python),

@@ -15,7 +15,7 @@ class MatrixError(ValueError):
 
 
 def collect(folder: Path, expected: Sequence[str]) -> tuple[str, bool]:
-    """The table as Markdown of every report.json below `folder`, by the name of the folder it lies in; and if all is well.
+    """Every report.json below `folder` as a table in Markdown, by the folder it lies in; and whether all is well.
 
     `expected` are the folders that should be there.
     """

@@ -67,7 +67,16 @@ def _install(options: Options, python: Path, pins: Mapping[str, str]) -> None:
     platform, listed = options.installs, options.out / "constraints.txt"
     constraints.write(dict(pins), listed)
     extras = ",".join(sorted((*EXTRAS, *platform.extras)))
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", listed]
+    pip: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--constraint",
+        listed,
+    ]
     if options.wheels is not None:
         pip += ["--find-links", options.wheels]
     # Without the vendor's libraries, importing torch loads the vendor's extension and fails, and so do builds with it.

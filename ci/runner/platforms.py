@@ -13,9 +13,10 @@ class Platform:
     """One platform.
 
     `device_files` are patterns below `/`, each of which must match; `tool` is the vendor's command that lists devices;
-    `extras` are this project's; `packages` are installed before it, one by one, PyTorch first. Where `own_torch` is true
-    the interpreter's PyTorch is kept, for the package index has no build for the platform. `set_env` is the vendor's
-    script that sets its variables, read unless `home` is set already. `hide` are the variables that hide the devices.
+    `extras` are this project's; `packages` are installed before it, one by one, PyTorch first. Where `own_torch` is
+    true the interpreter's PyTorch is kept, for the package index has no build for the platform. `set_env` is the
+    vendor's script that sets its variables, read unless `home` is set already. `hide` are the variables that hide the
+    devices.
     """
 
     name: str

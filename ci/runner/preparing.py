@@ -40,7 +40,8 @@ def _summary(facts: dict[str, object]) -> str:
     differ = facts["differ"]
     assert isinstance(differ, list)
     versions = f"{len(differ)} packages in other versions than pinned (environment.json)" if differ else "as pinned"
-    return f"{said}: NOT INSTALLED from the constraints, {facts['executable']} as it is, {versions}; {facts['why_not_pinned']}"
+    said += f": {facts['executable']} as it is, {versions}"
+    return f"{said}; NOT INSTALLED from the constraints: {facts['why_not_pinned']}"
 
 
 def _offline(options: Options, pins: dict[str, str]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runner import junit, process
@@ -50,7 +49,7 @@ def _simulated(platform: Platform) -> tuple[str, ...]:
 
 
 def _left_out(options: Options, environment: Environment, variables: dict[str, str]) -> tuple[list[str], str]:
-    """Test files that cannot run in this environment, and why; the vendors' sources are fetched where that is possible."""
+    """Test files that cannot run in this environment, and why; the vendors' sources are fetched where pip can."""
     paths: dict[str, str] = {}
     for module in environment.lacking(*NEEDS):
         paths |= dict.fromkeys(NEEDS[module], module)
@@ -80,14 +79,14 @@ def _pytest(
     step: str,
     options: Options,
     environment: Environment,
-    variables: object,
+    variables: Mapping[str, str],
     arguments: Sequence[str],
     notes: str,
 ) -> Result:
-    assert isinstance(variables, dict)
     report, log = f"{step}.junit.xml", options.log_folder / f"{step}.log"
-    command = [environment.python, "-m", "pytest", "-q", f"--junitxml={options.out / report}", *arguments]
-    limits = {name: variables.get(name) or os.environ.get(name) or "1" for name in ("OMP_NUM_THREADS",)}
+    command = [str(environment.python), "-m", "pytest", "-q", f"--junitxml={options.out / report}", *arguments]
+    # Tests run side by side; threads of one that wait for those of another take ten times as long.
+    limits = {"OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1")}
     done = process.run(
         command, log, variables={**variables, **limits}, folder=ROOT, timeout_minutes=options.timeout_minutes
     )
