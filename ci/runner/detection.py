@@ -35,6 +35,8 @@ def check(options: Options, environment: Environment) -> Result:
         return Result("detection", Status.FAILED, reason, f"read {log}", seconds)
     said, files = str(found["reason"]), (REPORT,)
     if not found["available"]:
+        # A simulation that is not there is a wrong setting, which doctor names among its problems.
+        said = _problems(report) if options.simulation else said
         return Result("detection", Status.FAILED, said, str(found["remedy"]), seconds, files)
     if bool(found["simulated"]) != bool(options.simulation):
         reason = f"{options.title} was asked for, but doctor says: {said}"

