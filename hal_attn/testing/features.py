@@ -58,7 +58,8 @@ RULES: MappingProxyType[str, str] = MappingProxyType(
         "hidden values": "what a query may not see does not reach its output",
         "merging": "results over parts of the keys merge to the result over all of them, however the keys are cut",
         "gradients": "query, key and value get the gradients of the same formula, options where claimed",
-        "precision": "the error is at most twice that of plain PyTorch in the same dtype, plus one unit in the last place",
+        "precision": "the error is at most twice that of plain PyTorch in the same dtype, plus one unit in the last"
+        " place",
         "determinism": "deterministic=True gives the same bits on repeat",
         "arguments": "every argument given has its effect, and inputs stay as they are",
         "layouts": "any strides, offsets and shared memory of the inputs give the same values",
