@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from hal_attn.cli import output
 from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.registry import Registry, default_registry
 from hal_attn.testing import html, junit, matrix, merge, verdict
 from hal_attn.testing import verify as run_kit
 from hal_attn.testing.matrix import Column
@@ -60,11 +62,17 @@ def verify(
 
     Exit status 0 only if nothing failed, something passed, and all that was named ran. --quick is the default.
     """
-    demand = Demand(platform, tuple(dict.fromkeys(backend or ())), require_hardware)
+    backends = tuple(dict.fromkeys(backend or ()))
     asked = _Files(junit_to, json_to, html_to)
-    _check_arguments(files or [], merged, demand, full)
+    _check_arguments(files or [], merged, named=bool(platform or backends or full))
     _check_folders(asked)
-    found = merge.read(files or []) if merged else Merged.of(_run(demand, "full" if full else "quick", json_to == "-"))
+    if merged:
+        demand = Demand(hardware=require_hardware)
+        found = merge.read(files or [])
+    else:
+        _check_names(default_registry(), platform, backends)
+        demand = Demand(_due(platform), backends, require_hardware)
+        found = Merged.of(_run(platform, backends, "full" if full else "quick", json_to == "-"))
     problems = verdict.problems(found, demand)
     _write(found, problems, asked)
     if json_to != "-":
@@ -73,15 +81,32 @@ def verify(
         raise typer.Exit(1)
 
 
-def _check_arguments(files: Sequence[Path], merged: bool, demand: Demand, full: bool) -> None:
+def _check_arguments(files: Sequence[Path], merged: bool, named: bool) -> None:
     if merged and not files:
         raise InvalidAttentionInputError("FILE", "none", "reports that `hal-attn verify --json FILE` wrote")
     if files and not merged:
         raise InvalidAttentionInputError("FILE", str(files[0]), "files only with --merge")
-    if merged and (demand.platform or demand.backends or full):
+    if merged and named:
         raise InvalidAttentionInputError(
             "--merge", "with --platform, --backend or --full", "alone, since nothing is run; give these to each run"
         )
+
+
+def _check_names(registry: Registry, platform: str | None, backends: Sequence[str]) -> None:
+    """Raises InvalidAttentionInputError, with the closest name, for one that nobody has."""
+    platforms = [known.name for known in (*registry.platforms, *registry.broken)]
+    owner = registry.platform(platform) if platform else None
+    known = registry.backend_names if owner is None else [found.name for found in owner.backends()]
+    asked = [("--platform", platform, platforms)] if platform else []
+    for flag, name, allowed in (*asked, *(("--backend", name, known) for name in backends)):
+        if name not in allowed:
+            close = "".join(f"did you mean {other}?" for other in difflib.get_close_matches(name, allowed, n=1))
+            raise InvalidAttentionInputError(flag, repr(name), ", ".join(allowed) or "none", close)
+
+
+def _due(platform: str | None) -> tuple[str, ...]:
+    """The platforms that must run: the one named, or, as a plugin that is installed should load, each broken one."""
+    return tuple(broken.name for broken in default_registry().broken) if platform is None else (platform,)
 
 
 def _check_folders(asked: _Files) -> None:
@@ -92,11 +117,18 @@ def _check_folders(asked: _Files) -> None:
             raise InvalidAttentionInputError(flag, str(file), "a file in a folder that is there")
 
 
-def _run(demand: Demand, effort: Effort, quiet: bool) -> Report:
+def _run(platform: str | None, backends: Sequence[str], effort: Effort, quiet: bool) -> Report:
     """One run of the kit for each backend that is named, or one for all, as one report."""
     with _progress(quiet) as tick:
-        reports = [run_kit(demand.platform, name, effort=effort, progress=tick) for name in demand.backends or (None,)]
-    platforms = {platform.name: platform for report in reports for platform in report.platforms}
+        reports = [run_kit(platform, name, effort=effort, progress=tick) for name in backends or (None,)]
+    # Platforms that have none of the backends named were not asked for.
+    owners = {found.platform for report in reports for found in report.backends}
+    platforms = {
+        found.name: found
+        for report in reports
+        for found in report.platforms
+        if not backends or found.name in {platform, *owners}
+    }
     return replace(
         reports[0],
         platforms=tuple(platforms.values()),

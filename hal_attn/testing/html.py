@@ -89,6 +89,8 @@ def render(merged: Merged, problems: Sequence[str] = ()) -> str:
     """
     names = matrix.features(merged.columns)
     shown = _shown(merged, names)
+    # A platform's own few rules would leave its column empty; what they found stands with the reasons.
+    backends = tuple(part for part in shown if part.column.backend)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hal_attn.testing"),
         autoescape=True,
@@ -104,8 +106,9 @@ def render(merged: Merged, problems: Sequence[str] = ()) -> str:
         simulated=verdict.simulated(merged),
         not_run=verdict.not_run(merged),
         features=names,
-        shown=shown,
-        headings=_headings(shown),
+        explained=shown,
+        shown=backends,
+        headings=_headings(backends),
         rules=RULES,
         steps=_steps(),
         requests_shown=_REQUESTS_SHOWN,
@@ -138,7 +141,8 @@ def _shown(merged: Merged, names: Sequence[str]) -> tuple[Shown, ...]:
     found: list[Shown] = []
     for number, column in enumerate(merged.columns):
         before = found[-1].column if found else None
-        starts = before is None or (before.machine, before.platform) != (column.machine, column.platform)
+        here = (column.machine, column.platform)
+        starts = before is None or not before.backend or (before.machine, before.platform) != here
         cells = zip(names, column.cells(names), strict=True)
         groups = [_group(f"b{number}-{_slug(name)}", name, cell) for name, cell in cells]
         only_peers = peers.get((column.machine, column.platform, column.backend), ())

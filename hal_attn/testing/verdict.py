@@ -14,7 +14,7 @@ from hal_attn.testing.report import BackendReport, PlatformReport
 class Demand:
     """What was asked for. What is named must run; with `hardware`, all of it on devices that are not simulated."""
 
-    platform: str | None = None
+    platforms: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
     hardware: bool = False
 
@@ -80,7 +80,7 @@ def _absent(merged: Merged, demand: Demand) -> Iterator[str]:
     pairs = {(column.platform, column.backend) for column in enough}
     for _, report in merged.machines:
         for platform in report.platforms:
-            if (demand.hardware or demand.platform == platform.name) and platform.name not in platforms:
+            if (demand.hardware or platform.name in demand.platforms) and platform.name not in platforms:
                 yield _lack(platform)
         for backend in report.backends:
             named = backend.name in demand.backends and backend.name not in names
@@ -102,7 +102,7 @@ def _lack(part: PlatformReport | BackendReport) -> str:
 
 
 def _why(part: PlatformReport | BackendReport) -> str:
-    return f"{part.reason}. {part.remedy}" if part.remedy else part.reason
+    return f"{part.reason}; {part.remedy}" if part.remedy else part.reason
 
 
 def _name(column: Column) -> str:

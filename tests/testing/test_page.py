@@ -217,7 +217,7 @@ def test_what_was_simulated_or_did_not_run_is_said_in_words(visit):
     assert "rocm was SIMULATED: stand-ins for the vendor's kernels ran on the CPU" in head
     assert page.locator("thead .tag").all_inner_texts() == ["SIMULATED"] * 2
     away = page.locator("section:has(#not-here)").inner_text()
-    assert "cuda did not run: no device of cuda is here. plug one in" in away
+    assert "cuda did not run: no device of cuda is here; plug one in" in away
     assert "absent_kernels of cpu did not run: the library flashy is not installed" in away
 
 
