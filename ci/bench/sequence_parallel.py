@@ -21,16 +21,17 @@ from pathlib import Path
 
 import torch
 
-from hal_attn.bench.contenders import make_modes
-from hal_attn.bench.measure import FASTEST, Bench
-from hal_attn.bench.overlap import Overlap, intervals, overlap
-from hal_attn.bench.plot import plot, plot_timeline
 from hal_attn.bench.problem import Problem, mixed_lengths, problems
-from hal_attn.bench.ranks import Ranks, joined, synchronise
-from hal_attn.bench.row import BOTH, FORWARD, LOCAL, Row
-from hal_attn.bench.run import Result, Wanted, measure
-from hal_attn.bench.table import LEGEND, tables
-from hal_attn.bench.timing import Effort, trace
+from hal_attn.bench.sequence_parallel.contenders import make_modes
+from hal_attn.bench.sequence_parallel.effort import Effort
+from hal_attn.bench.sequence_parallel.measure import FASTEST, Bench
+from hal_attn.bench.sequence_parallel.overlap import Overlap, intervals, overlap
+from hal_attn.bench.sequence_parallel.plot import plot, plot_timeline
+from hal_attn.bench.sequence_parallel.ranks import Ranks, joined
+from hal_attn.bench.sequence_parallel.row import BOTH, FORWARD, LOCAL, Row
+from hal_attn.bench.sequence_parallel.run import Result, Wanted, measure
+from hal_attn.bench.sequence_parallel.table import LEGEND, tables
+from hal_attn.bench.timing import synchronise, trace
 from hal_attn.cli import output
 
 MODES = ("ulysses", "ring", "kv_gather", "ulysses x ring")
@@ -162,7 +163,7 @@ def main() -> None:
         long = next(p for p in reversed(wanted(device, True, "")[0].problems) if not (p.packed or p.causal))
         found = profile_ring(ranks, long, arguments.backend, arguments.folder)
         if ranks.first:
-            text = {**result.as_json(), "ring_overlap": None if found is None else asdict(found)}
+            text = {**result.report().as_json(), "ring_overlap": None if found is None else asdict(found)}
             (arguments.folder / "results.json").write_text(json.dumps(text, indent=1) + "\n")
             if PLOTTED:
                 plot(parts[0].rows, ranks.size, result.facts["device"], arguments.folder / "results.png")

@@ -7,35 +7,69 @@ import platform
 import shlex
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
 import hal_attn
-from hal_attn.bench.ranks import Ranks
 from hal_attn.registry import default_registry
 from hal_attn.settings import read
 
-_PACKAGES = ("fa3-fwd", "flash-attn-3", "flash-attn-4", "flash-attn", "flashinfer-python", "amd-aiter", "yunchang")
+_PACKAGES = (
+    "fa3-fwd",
+    "flash-attn-3",
+    "flash-attn-4",
+    "flash-attn",
+    "flashinfer-python",
+    "amd-aiter",
+    "yunchang",
+    "diffusers",
+    "transformers",
+)
+SIMULATED = "SIMULATED"
 
 
-def facts(ranks: Ranks) -> dict[str, str]:
-    """Machine, device, ranks, versions, settings and command, by name."""
-    found = default_registry().platform_for(ranks.device, read())
-    names = [info.name for info in found.devices() if info.device in (str(ranks.device), ranks.device.type)]
-    device = f"{ranks.device.type}, {names[0]}" if names else str(ranks.device)
+def facts(device: torch.device, **more: str) -> dict[str, str]:
+    """Machine, device, `more`, versions, settings and command, by name."""
+    found = default_registry().platform_for(device, read())
+    names = [info.name for info in found.devices() if info.device in (str(device), device.type)]
+    name = f"{device.type}, {names[0]}" if names else str(device)
+    if device.type == "cpu" and not found.simulated:
+        name = f"cpu, {_processor()}"
     versions = {"hal_attn": hal_attn.__version__, "python": platform.python_version(), "torch": torch.__version__}
     versions |= dict(found.detect().versions)
-    for name in _PACKAGES:
+    for package in _PACKAGES:
         try:
-            versions[name] = metadata.version(name)
+            versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
     settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("HAL_ATTN_")]
     return {
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
-        "device": f"{device} (SIMULATED)" if found.simulated else device,
-        "ranks": f"{ranks.size}, {found.process_group_backend}, {torch.get_num_threads()} CPU threads each",
+        "device": f"{name} ({SIMULATED})" if found.simulated else name,
+        **more,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "settings": " ".join(settings) or "none",
         "command": shlex.join(["hal-attn", *sys.argv[1:]]),
     }
+
+
+def threads() -> str:
+    """The threads of PyTorch on the CPU, for `facts`."""
+    return f"{torch.get_num_threads()} of PyTorch on the CPU"
+
+
+def headline(facts: dict[str, str]) -> str:
+    """Device and versions in a line, for the title of a picture."""
+    versions = [part for part in facts["versions"].split(", ") if not part.startswith(("python ", "hal_attn "))]
+    return f"{facts['device']}; {', '.join(versions)}"
+
+
+def _processor() -> str:
+    """The CPU's model where the system tells it, else its kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count, cycle, takewhile
 from typing import Any
@@ -19,7 +19,7 @@ _LONGEST, _SHORTEST = 16384, 32
 
 @dataclass(frozen=True)
 class Problem:
-    """Self-attention of `lengths` tokens: one dense sequence, or several packed ones."""
+    """Self-attention of `lengths` tokens: packed sequences, or a dense batch of one length."""
 
     lengths: tuple[int, ...]
     packed: bool
@@ -45,7 +45,7 @@ class Problem:
         """As `SequenceParallelGroups.plan` takes it."""
         if self.packed:
             return {"lengths": list(self.lengths), "causal": self.causal}
-        return {"batch": 1, "seqlen": self.tokens, "causal": self.causal}
+        return {"batch": len(self.lengths), "seqlen": self.lengths[0], "causal": self.causal}
 
     @property
     def itemsize(self) -> int:
@@ -61,7 +61,8 @@ class Problem:
             more = ",.." if len(self.lengths) > 3 else ""
             form = f"packed {some}{more} ({len(self.lengths)} sequences, {self.tokens} tokens)"
         else:
-            form = f"dense {self.tokens} tokens"
+            form = f"dense {self.lengths[0]} tokens"
+            form = form if len(self.lengths) == 1 else f"batch {len(self.lengths)} of {self.lengths[0]} tokens"
         return f"{form}, {heads} heads of {self.head_dim}, {str(self.dtype).removeprefix('torch.')}, {kind}"
 
     def smaller(self, tokens: int) -> Problem:
@@ -72,9 +73,9 @@ class Problem:
         )
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query, key, value and a gradient of the output, `[1, S, H, D]` or packed `[T, H, D]`, alike on every rank."""
+        """Query, key, value and a gradient of the output, `[B, S, H, D]` or packed `[T, H, D]`, alike on every rank."""
         generator = torch.Generator(device).manual_seed(0)
-        rows = (self.tokens,) if self.packed else (1, self.tokens)
+        rows = (self.tokens,) if self.packed else (len(self.lengths), self.lengths[0])
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         query, key, value, gradient = (
             torch.randn(*rows, number, self.head_dim, generator=generator, device=device, dtype=self.dtype)
@@ -91,8 +92,8 @@ class Problem:
         rows = min(self.tokens, _SAMPLED_ROWS)
         return torch.tensor([index * (self.tokens - 1) // max(1, rows - 1) for index in range(rows)])
 
-    def exact(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The output at the sampled rows, `[n, H, D]` float32: plain softmax in float32."""
+    def exact(self, query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The output at the sampled rows, `[n, H, D]` of `dtype`: plain softmax in it."""
         query, key, value = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
         ends = torch.tensor(self.lengths).cumsum(0)
         outputs = []
@@ -101,10 +102,16 @@ class Problem:
             end = int(ends[sequence])
             keys = slice(end - self.lengths[sequence], row + 1 if self.causal else end)
             group = self.heads // self.kv_heads
-            q = query[row].float().view(self.kv_heads, group, self.head_dim) * self.head_dim**-0.5
-            weights = torch.einsum("hgd,khd->hgk", q, key[keys].float()).softmax(-1)
-            outputs.append(torch.einsum("hgk,khd->hgd", weights, value[keys].float()).flatten(0, 1))
+            q = query[row].to(dtype).view(self.kv_heads, group, self.head_dim) * self.head_dim**-0.5
+            weights = torch.einsum("hgd,khd->hgk", q, key[keys].to(dtype)).softmax(-1)
+            outputs.append(torch.einsum("hgk,khd->hgd", weights, value[keys].to(dtype)).flatten(0, 1))
         return torch.stack(outputs)
+
+
+def problem_from_json(values: Mapping[str, Any]) -> Problem:
+    """The problem whose fields a file has."""
+    dtype = getattr(torch, values["dtype"])
+    return Problem(**{**values, "lengths": tuple(values["lengths"]), "dtype": dtype})
 
 
 def mixed_lengths(tokens: int) -> tuple[int, ...]:

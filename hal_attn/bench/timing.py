@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -16,58 +15,83 @@ from typing import Any
 
 import torch
 
-from hal_attn.bench.ranks import Ranks, synchronise
-
 Call = Callable[[], object]
+
+# More than the last-level cache of any device here; a call that follows its clearing reads its inputs from memory.
+_FLUSHED_BYTES = 256 * 2**20
+_SAMPLE_MS = 2.0
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for what the device was given to do."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How often: `repeats` samples of `layers` calls in a row, as the layers of a model follow one another."""
+class Rounds:
+    """How often calls are timed side by side: each for about `seconds`, at least `least` and at most `most` times."""
 
-    repeats: int
-    layers: int
-    warmups: int = 2
+    seconds: float
+    least: int
+    most: int
 
-
-def together(ranks: Ranks, call: Call, effort: Effort) -> float:
-    """Milliseconds of a call that every rank makes: of each sample the slowest rank's, of these the median."""
-    for _ in range(effort.warmups):
-        call()
-    samples = []
-    for _ in range(effort.repeats):
-        ranks.meet()
-        samples.append(_sample(ranks.device, call, effort.layers))
-    return statistics.median(ranks.largest(samples))
+    def of(self, milliseconds: float) -> int:
+        """The number of samples of a call that takes so long."""
+        return max(self.least, min(self.most, int(self.seconds * 1e3 / max(milliseconds, 1e-6))))
 
 
-def alone(ranks: Ranks, call: Call, effort: Effort) -> float:
-    """Milliseconds of a call that rank 0 makes while the others wait."""
-    ranks.meet()
-    if not ranks.first:
-        return ranks.of_first(None)[0]
-    for _ in range(effort.warmups):
-        call()
-    return ranks.of_first(
-        [statistics.median(_sample(ranks.device, call, effort.layers) for _ in range(effort.repeats))]
-    )[0]
+def interleaved(device: torch.device, calls: Mapping[str, Call], rounds: Rounds) -> dict[str, list[float]]:
+    """Samples in milliseconds of each call, by name, taken in rounds, so that what slows the machine down slows all.
 
-
-def _sample(device: torch.device, call: Call, layers: int) -> float:
-    synchronise(device)
+    On an accelerator each sample is the time between two events around one call, after its cache was cleared; nothing
+    waits between calls, so that the device does not wait for the host. On the CPU the host's clock, caches as they are.
+    """
     if device.type == "cpu":
-        begin = time.perf_counter()
-        for _ in range(layers):
-            call()
-        return (time.perf_counter() - begin) * 1e3 / layers
-    events = torch.get_device_module(device).Event
-    start, end = events(enable_timing=True), events(enable_timing=True)
-    start.record()
-    for _ in range(layers):
+        return _interleaved_on_cpu(calls, rounds)
+    module = torch.get_device_module(device)
+    junk = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device=device)
+    trials = _between_events(module, calls, dict.fromkeys(calls, 2), junk)
+    counts = {name: rounds.of(min(samples)) for name, samples in trials.items()}
+    return _between_events(module, calls, counts, junk)
+
+
+def _between_events(
+    module: Any, calls: Mapping[str, Call], counts: Mapping[str, int], junk: Any
+) -> dict[str, list[float]]:
+    module.synchronize()
+    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
+    for turn in range(max(counts.values())):
+        for name, call in calls.items():
+            if turn < counts[name]:
+                start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+                junk.zero_()
+                start.record()
+                call()
+                end.record()
+                events[name].append((start, end))
+    module.synchronize()
+    return {name: [float(start.elapsed_time(end)) for start, end in pairs] for name, pairs in events.items()}
+
+
+def _interleaved_on_cpu(calls: Mapping[str, Call], rounds: Rounds) -> dict[str, list[float]]:
+    once = {name: min(_clocked(call), _clocked(call)) for name, call in calls.items()}
+    # A short call is made several times in a sample, so that the clock and what interrupts weigh little.
+    inner = {name: max(1, int(_SAMPLE_MS / max(ms, 1e-6))) for name, ms in once.items()}
+    counts = {name: rounds.of(ms * inner[name]) for name, ms in once.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(max(counts.values())):
+        for name, call in calls.items():
+            if turn < counts[name]:
+                samples[name].append(_clocked(call, inner[name]))
+    return samples
+
+
+def _clocked(call: Call, count: int = 1) -> float:
+    begin = time.perf_counter()
+    for _ in range(count):
         call()
-    end.record()
-    synchronise(device)
-    return float(start.elapsed_time(end)) / layers
+    return (time.perf_counter() - begin) * 1e3 / count
 
 
 def peak_bytes(device: torch.device, call: Call) -> int:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from hal_attn.bench import contenders, plot, row, table
-from hal_attn.bench.overlap import overlap
 from hal_attn.bench.problem import Problem, mixed_lengths
-from hal_attn.bench.row import Row
+from hal_attn.bench.sequence_parallel import contenders, plot, row, table
+from hal_attn.bench.sequence_parallel.overlap import overlap
+from hal_attn.bench.sequence_parallel.row import Row
 from tests.cli.conftest import assert_plain, words
 
 VERB = ("bench", "sequence-parallel")

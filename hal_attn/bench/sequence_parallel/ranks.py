@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from hal_attn.bench.timing import synchronise
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.registry import default_registry
 from hal_attn.settings import read
@@ -97,9 +98,3 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         yield Ranks(rank, size, device)
     finally:
         dist.destroy_process_group()
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for what the device was given to do."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)

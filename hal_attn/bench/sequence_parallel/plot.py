@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hal_attn.bench.overlap import Interval
-from hal_attn.bench.row import LOCAL, Row
-from hal_attn.errors import HalAttnError
+from hal_attn.bench import pictures
+from hal_attn.bench.sequence_parallel.overlap import Interval
+from hal_attn.bench.sequence_parallel.row import LOCAL, Row
 
-_COLOURS = {"ours": "#2b6cb0", "local": "#718096", "peer": "#dd8452", "wrong": "#c53030"}
-
-
-class MissingPlotLibraryError(HalAttnError, ImportError):
-    """matplotlib is missing or broken; the message has the command that installs it."""
-
-
-def require_matplotlib() -> Any:
-    """`matplotlib.figure`.
-
-    Raises:
-        MissingPlotLibraryError: it is not installed, or fails to import.
-    """
-    try:
-        return import_module("matplotlib.figure")
-    except ImportError as error:
-        raise MissingPlotLibraryError(
-            f'--plot needs matplotlib ({error}); install it with: pip install "hal-attn[bench]"'
-        ) from error
+_COLOURS = {"ours": pictures.OURS, "local": pictures.BARE, "peer": pictures.PEER, "wrong": pictures.WRONG}
 
 
 def plot(rows: Sequence[Row], ranks: int, title: str, path: Path) -> None:
@@ -39,7 +20,7 @@ def plot(rows: Sequence[Row], ranks: int, title: str, path: Path) -> None:
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     height = max(len(panel) for panel in panels) * 0.28 + 1.1
-    figure = require_matplotlib().Figure(figsize=(7.5 * columns, height * lines + 0.6), layout="constrained")
+    figure = pictures.require_matplotlib().Figure(figsize=(7.5 * columns, height * lines + 0.6), layout="constrained")
     figure.suptitle(title, fontsize=9)
     for place, panel in enumerate(panels):
         _panel(figure.add_subplot(lines, columns, place + 1), panel, ranks)
@@ -68,7 +49,7 @@ def _colour(row: Row) -> str:
 
 def plot_timeline(transfers: Sequence[Interval], kernels: Sequence[Interval], title: str, path: Path) -> None:
     """Write when transfers and when kernels ran, in microseconds from the first, as PNG to `path`."""
-    figure = require_matplotlib().Figure(figsize=(10, 2.2), layout="constrained")
+    figure = pictures.require_matplotlib().Figure(figsize=(10, 2.2), layout="constrained")
     axes = figure.add_subplot()
     first = min(start for start, _ in (*transfers, *kernels))
     for place, (found, colour) in enumerate(((kernels, _COLOURS["ours"]), (transfers, _COLOURS["peer"]))):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from hal_attn.bench.contenders import Contender, make_modes
+import torch
+
 from hal_attn.bench.machine import facts
-from hal_attn.bench.measure import Bench
-from hal_attn.bench.peers import find_peers
 from hal_attn.bench.problem import Problem
-from hal_attn.bench.ranks import Ranks
-from hal_attn.bench.row import BOTH, FORWARD, Row, as_json
-from hal_attn.bench.timing import Effort
+from hal_attn.bench.report import Report
+from hal_attn.bench.sequence_parallel.contenders import Contender, make_modes
+from hal_attn.bench.sequence_parallel.effort import Effort
+from hal_attn.bench.sequence_parallel.measure import Bench
+from hal_attn.bench.sequence_parallel.peers import find_peers
+from hal_attn.bench.sequence_parallel.ranks import Ranks
+from hal_attn.bench.sequence_parallel.row import BOTH, FORWARD, Row, as_json
+from hal_attn.registry import default_registry
+from hal_attn.settings import read
 
+KIND = "sequence-parallel"
 Tick = Callable[[str, int, int], None]
 
 
@@ -44,14 +48,9 @@ class Result:
         """Whether all of ours is right and none of it waits for the device."""
         return all(row.ok for row in self.rows)
 
-    def as_json(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """For a file."""
-        rows = [as_json(row) for row in self.rows]
-        return {"ok": self.ok, "facts": self.facts, "missing": list(self.missing), "rows": rows}
-
-    def json(self) -> str:
-        """The same as text."""
-        return json.dumps(self.as_json(), indent=2)
+        return Report(KIND, "ms", self.facts, tuple(map(as_json, self.rows)), self.missing, self.ok)
 
 
 def measure(ranks: Ranks, wanted: Wanted, tick: Tick) -> Result:
@@ -71,4 +70,6 @@ def measure(ranks: Ranks, wanted: Wanted, tick: Tick) -> Result:
             for row in bench.rows(contenders, which):
                 rows.append(row)
                 tick(f"{row.name}, {problem.tokens} tokens", len(rows), steps)
-    return Result(tuple(rows), facts(ranks), tuple(missing))
+    platform = default_registry().platform_for(ranks.device, read())
+    told = f"{ranks.size}, {platform.process_group_backend}, {torch.get_num_threads()} CPU threads each"
+    return Result(tuple(rows), facts(ranks.device, ranks=told), tuple(missing))

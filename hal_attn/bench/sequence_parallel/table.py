@@ -10,7 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hal_attn.bench.row import LOCAL, Row
+from hal_attn.bench.sequence_parallel.row import LOCAL, Row
+from hal_attn.bench.tables import MEBIBYTE, number
 
 COLUMNS = ("Mode", "ms", "Ideal", "TFLOP/s", "Sent", "Least", "Peak", "Error")
 LEGEND = (
@@ -18,7 +19,6 @@ LEGEND = (
     "Sent: MiB that a rank sends a call, mean of the ranks; Least: this, as a multiple of the least possible for the "
     "mode. Peak: MiB beyond the inputs. Error: largest difference from one rank's result."
 )
-_MEBIBYTE = 2**20
 
 
 def tables(rows: Sequence[Row]) -> Iterator[RenderableType]:
@@ -47,12 +47,12 @@ def _cells(row: Row) -> list[RenderableType]:
         return [Text("refused", style="yellow")]
     error = "-" if row.error is None else f"{row.error:.0e}"
     return [
-        _number(row.ms),
+        number(row.ms),
         "-" if row.ideal is None else f"{row.ideal:.2f}",
-        _number(row.teraflops),
-        "-" if row.sent is None else _number(row.sent / _MEBIBYTE),
+        number(row.teraflops),
+        "-" if row.sent is None else number(row.sent / MEBIBYTE),
         f"{row.sent / row.least:.2f}" if row.sent is not None and row.least else "-",
-        "-" if row.peak is None else _number(row.peak / _MEBIBYTE),
+        "-" if row.peak is None else number(row.peak / MEBIBYTE),
         Text("WRONG", style="bold red") if row.wrong else error,
     ]
 
@@ -77,13 +77,3 @@ def _notes(rows: Sequence[Row]) -> Iterator[RenderableType]:
             yield Text(f"{row.name} WRONG: {row.error:.1e} from one rank's result", style="bold red")
         if row.host_waits:
             yield Text(f"{row.name}: the host waits for the device {row.host_waits} times a call")
-
-
-def _number(value: float | None) -> str:
-    """At most 7 characters: three digits that count, more where they are before the point."""
-    if value is None:
-        return "-"
-    if value >= 100 or value == 0:
-        return f"{value:.0f}"
-    digits = 1 if value >= 10 else 2 if value >= 1 else 3
-    return f"{value:.{digits}f}"

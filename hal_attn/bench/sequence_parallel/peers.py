@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hal_attn.bench.contenders import Contender, Running, Tensors
 from hal_attn.bench.problem import Problem
-from hal_attn.bench.ranks import Ranks
+from hal_attn.bench.sequence_parallel.contenders import Contender, Running, Tensors
+from hal_attn.bench.sequence_parallel.ranks import Ranks
 
 _DENSE_ONLY = "it has no packed sequences of different lengths"
 

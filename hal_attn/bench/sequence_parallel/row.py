@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from hal_attn.bench.problem import Problem
+from hal_attn.bench.problem import Problem, problem_from_json
 
 FORWARD, BOTH = "forward", "forward+backward"
 LOCAL = "local"
@@ -52,11 +53,15 @@ class Row:
         return self.peer or not (self.wrong or self.host_waits)
 
 
-def as_json(row: Row) -> dict[str, object]:
-    """For a file: plain values, what is not a finite number as null."""
+def as_json(row: Row) -> dict[str, Any]:
+    """For a file: plain values, and what every report has of a row."""
     problem = {**asdict(row.problem), "dtype": str(row.problem.dtype).removeprefix("torch.")}
     values = {name: value for name, value in asdict(row).items() if name != "problem"}
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
-    }
-    return {"problem": problem, **finite}
+    key = f"{row.problem.describe()}: {row.passes}, {row.name}"
+    return {"key": key, "ours": not row.peer, "problem": problem, **values}
+
+
+def from_json(row: Mapping[str, Any]) -> Row:
+    """The row that `as_json` wrote."""
+    values = {name: value for name, value in row.items() if name not in ("key", "ours", "problem")}
+    return Row(problem=problem_from_json(row["problem"]), **values)

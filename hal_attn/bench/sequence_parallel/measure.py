@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from hal_attn.bench import timing
-from hal_attn.bench.contenders import Contender, Running, Tensors
 from hal_attn.bench.problem import Problem
-from hal_attn.bench.ranks import Ranks
-from hal_attn.bench.row import BOTH, FORWARD, LOCAL, OPERATIONS, Row
-from hal_attn.bench.timing import Effort
+from hal_attn.bench.sequence_parallel import effort as efforts
+from hal_attn.bench.sequence_parallel.contenders import Contender, Running, Tensors
+from hal_attn.bench.sequence_parallel.effort import Effort
+from hal_attn.bench.sequence_parallel.ranks import Ranks
+from hal_attn.bench.sequence_parallel.row import BOTH, FORWARD, LOCAL, OPERATIONS, Row
 from hal_attn.errors import UnsupportedAttentionError, shortened
 from hal_attn.functional import attention, explain, varlen_attention
 from hal_attn.selection import Selection
@@ -86,7 +87,7 @@ class Bench:
         for bench in (replace(self, problem=self.problem.smaller(_TRIAL)), self):
             if len(names) > 1:
                 calls = {name: bench._call(bench._whole(name), passes) for name in names}
-                times = {name: timing.alone(self.ranks, call, Effort(3, 1, 1)) for name, call in calls.items()}
+                times = {name: efforts.alone(self.ranks, call, Effort(3, 1, 1)) for name, call in calls.items()}
                 best = min(times.values())
                 names = sorted((name for name in names if times[name] <= _NEAR * best), key=lambda name: times[name])
         return names[0]
@@ -111,7 +112,7 @@ class Bench:
 
     def _local(self, row: Row, attend: Attend, truth: Sequence[Tensor]) -> Row:
         call = self._call(attend, row.passes)
-        ms, peak = timing.alone(self.ranks, call, self.effort), self._peak(call)
+        ms, peak = efforts.alone(self.ranks, call, self.effort), self._peak(call)
         sampled = truth[0].reshape(-1, *truth[0].shape[-2:])[self.problem.sampled().to(self.ranks.device)]
         exact = self.ranks.largest([_difference(sampled, self._exact)])[0]
         return replace(row, ms=ms, teraflops=self._rate(row, ms, 1), peak=peak, exact_error=exact)
@@ -158,7 +159,7 @@ class Bench:
         return _difference(output.reshape(-1, *output.shape[-2:])[here], self._exact[place])
 
     def _costs(self, row: Row, running: Running, call: timing.Call, base: float) -> Row:
-        ms = timing.together(self.ranks, call, self.effort)
+        ms = efforts.together(self.ranks, call, self.effort)
         sent = least = None
         if running.traffic is not None:
             counted = running.traffic[row.passes == BOTH]

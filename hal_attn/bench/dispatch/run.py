@@ -1,0 +1,137 @@
+"""The measurement: every call in every round, one thread, and of each its median."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+
+from hal_attn.bench import nothing
+from hal_attn.bench.dispatch import calls, peers
+from hal_attn.bench.dispatch.calls import Timed
+from hal_attn.bench.machine import facts, threads
+from hal_attn.bench.report import Report
+from hal_attn.bench.timing import synchronise
+from hal_attn.registry import default_registry
+from hal_attn.settings import read
+
+KIND = "dispatch"
+Tick = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often: `rounds` of `calls` calls of each."""
+
+    rounds: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one call costs on the host, in microseconds.
+
+    Attributes:
+        key, group, ours: as in `Timed`.
+        us: the median of one call's time.
+        over: the name of the bare call that it ends in.
+        over_us: the median of what it takes beyond that one in the same round.
+        mark: what `over_us` is to keep; `below` names the row that it comes from.
+    """
+
+    key: str
+    group: str
+    ours: bool
+    us: float
+    over: str | None = None
+    over_us: float | None = None
+    mark: float | None = None
+    below: str | None = None
+
+
+def measure(device: torch.device, effort: Effort, with_peers: bool, tick: Tick) -> Report:
+    """All calls on `device`, and those with a kernel that does nothing."""
+    platform = default_registry().platform_for(device, read())
+    with _one_thread(), torch.no_grad(), nothing.installed():
+        with peers.opened(device) if with_peers else _nobody() as (others, notes):
+            names = {timed.name for timed in others}
+            diffusers = peers.DIFFUSERS_UNCHECKED if peers.DIFFUSERS_UNCHECKED in names else None
+            if device.type == "cpu" and not platform.simulated:
+                own = list(calls.of_cpu())
+            else:
+                own, failed = calls.of_backends(device)
+                notes = [*notes, *failed]
+            own += [calls.bare_sdpa(device), *calls.of_nothing(diffusers)]
+            rows = _rows([*own, *others], _times(device, [*own, *others], effort, tick))
+        found = facts(
+            device, threads=threads(), effort=f"median of {effort.rounds} rounds of {effort.calls} calls of each"
+        )
+    return Report(KIND, "us", found, tuple(asdict(row) for row in rows), tuple(notes))
+
+
+def _times(device: torch.device, timed: Sequence[Timed], effort: Effort, tick: Tick) -> dict[str, list[float]]:
+    """Microseconds a call, by name, one a round."""
+    found: dict[str, list[float]] = {one.name: [] for one in timed}
+    for turn in range(effort.rounds + 1):
+        tick("round", turn, effort.rounds + 1)
+        for one in timed:
+            with one.around():
+                us = _time(device, one, effort.calls)
+            if turn:  # The first round warms up.
+                found[one.name].append(us)
+    tick("done", effort.rounds + 1, effort.rounds + 1)
+    return found
+
+
+def _time(device: torch.device, timed: Timed, count: int) -> float:
+    """The host's time alone: the device has finished what came before, and is waited for afterwards."""
+    call = timed.call
+    synchronise(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    end = time.perf_counter()
+    synchronise(device)
+    return (end - begin) / count * 1e6
+
+
+def _rows(timed: Sequence[Timed], times: dict[str, list[float]]) -> list[Row]:
+    over = {
+        one.name: statistics.median(a - b for a, b in zip(times[one.name], times[one.over], strict=True))
+        for one in timed
+        if one.over is not None
+    }
+    order = list(dict.fromkeys(one.group for one in timed))
+    rows = [
+        Row(
+            one.name,
+            one.group,
+            one.ours,
+            statistics.median(times[one.name]),
+            one.over,
+            over.get(one.name),
+            one.mark if one.below is None else over[one.below],
+            one.below,
+        )
+        for one in timed
+    ]
+    return sorted(rows, key=lambda row: order.index(row.group))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _nobody() -> Iterator[tuple[list[Timed], list[str]]]:
+    yield [], []

@@ -1,0 +1,1 @@
+"""What `hal-attn bench packed` measures: packed batches on a backend that knows only batches."""

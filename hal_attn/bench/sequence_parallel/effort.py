@@ -1,0 +1,61 @@
+"""Time of a call among ranks: what every rank makes together, or the first alone."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from hal_attn.bench.sequence_parallel.ranks import Ranks
+from hal_attn.bench.timing import Call, synchronise
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often: `repeats` samples of `layers` calls in a row, as the layers of a model follow one another."""
+
+    repeats: int
+    layers: int
+    warmups: int = 2
+
+
+def together(ranks: Ranks, call: Call, effort: Effort) -> float:
+    """Milliseconds of a call that every rank makes: of each sample the slowest rank's, of these the median."""
+    for _ in range(effort.warmups):
+        call()
+    samples = []
+    for _ in range(effort.repeats):
+        ranks.meet()
+        samples.append(_sample(ranks.device, call, effort.layers))
+    return statistics.median(ranks.largest(samples))
+
+
+def alone(ranks: Ranks, call: Call, effort: Effort) -> float:
+    """Milliseconds of a call that rank 0 makes while the others wait."""
+    ranks.meet()
+    if not ranks.first:
+        return ranks.of_first(None)[0]
+    for _ in range(effort.warmups):
+        call()
+    return ranks.of_first(
+        [statistics.median(_sample(ranks.device, call, effort.layers) for _ in range(effort.repeats))]
+    )[0]
+
+
+def _sample(device: torch.device, call: Call, layers: int) -> float:
+    synchronise(device)
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        for _ in range(layers):
+            call()
+        return (time.perf_counter() - begin) * 1e3 / layers
+    events = torch.get_device_module(device).Event
+    start, end = events(enable_timing=True), events(enable_timing=True)
+    start.record()
+    for _ in range(layers):
+        call()
+    end.record()
+    synchronise(device)
+    return float(start.elapsed_time(end)) / layers
