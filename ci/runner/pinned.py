@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from runner import constraints, process
@@ -25,15 +27,25 @@ def make(options: Options) -> Environment:
     pins = constraints.effective(platform.constraints, options.overrides)
     python, stamp = folder / "bin" / "python", folder / ".made-from"
     made_from = _fingerprint(options, pins)
-    if not (stamp.exists() and stamp.read_text(encoding="utf-8") == made_from):
-        if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
-            raise NoEnvironment(f"{folder} is no virtual environment and not empty", "name another --environments")
-        _create(options, folder)
-        _install(options, python, pins)
-        stamp.write_text(made_from, encoding="utf-8")
+    with locked(folder.with_suffix(".lock")):
+        if not (stamp.exists() and stamp.read_text(encoding="utf-8") == made_from):
+            if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
+                raise NoEnvironment(f"{folder} is no virtual environment and not empty", "name another --environments")
+            _create(options, folder)
+            _install(options, python, pins)
+            stamp.write_text(made_from, encoding="utf-8")
     variables = variables_of(options.platform, simulated=bool(options.simulation))
     variables |= {"PATH": joined(python.parent, variables.get("PATH")), "VIRTUAL_ENV": str(folder)}
     return Environment(python, variables)
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Wait until no other run makes this environment; the lock ends with the process, however it ends."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _fingerprint(options: Options, pins: Mapping[str, str]) -> str:
@@ -48,7 +60,7 @@ def _create(options: Options, folder: Path) -> None:
     done = subprocess.run([interpreter, "-m", "venv", "--clear", folder], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = (done.stdout + done.stderr).strip().replace("\n", " ")
-        remedy = "install the interpreter's venv module (Debian and Ubuntu: apt-get install python3-venv)"
+        remedy = "the interpreter must have its venv module (Debian and Ubuntu: apt-get install python3-venv)"
         raise NoEnvironment(f"{interpreter} makes no virtual environment: {said}", remedy)
     (folder / ".gitignore").write_text("*\n", encoding="utf-8")
     if options.installs.own_torch:
