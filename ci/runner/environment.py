@@ -19,11 +19,16 @@ class NoEnvironment(Exception):
 
 @dataclass(frozen=True)
 class Environment:
-    """`python` with `variables`; `why` says why the constraints did not make it, and is empty where they did."""
+    """`python` with `variables`.
+
+    `why` says why the constraints did not make it, and is empty where they did; `over` is then the interpreter whose
+    packages it uses.
+    """
 
     python: Path
     variables: Mapping[str, str]
     why: str = ""
+    over: str = ""
 
     def ask(self, code: str, *arguments: str) -> str:
         """What a few lines of Python print there."""
@@ -52,6 +57,7 @@ class Environment:
         python = self.ask("import platform; print(platform.python_version())").strip()
         return {
             "executable": str(self.python),
+            "over": self.over,
             "why_not_pinned": self.why,
             "python": python,
             "torch": installed.get("torch", "not installed"),

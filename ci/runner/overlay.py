@@ -1,7 +1,8 @@
-"""An interpreter that has PyTorch, with the project laid over it: for a machine where pip reaches no index.
+"""The project over an interpreter that has PyTorch: for a machine where pip reaches no index.
 
-Entry points are found through a `.dist-info` folder on the path. pip writes it; where pip reaches no index it cannot
-build the project, so it is written here, from pyproject.toml.
+It is a virtual environment that sees the interpreter's packages, and in which the repository is on the path. Entry
+points are found through a `.dist-info` folder; pip writes it, but where it reaches no index it cannot build the project,
+so the folder is written here, from pyproject.toml.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runner import process
+from runner import process, venvs
 from runner.environment import Environment, NoEnvironment, joined, variables_of
 from runner.options import Options
 from runner.platforms import ROOT
@@ -32,22 +33,19 @@ def make(options: Options, why: str) -> Environment:
         remedy = "give pip an index, or name an interpreter that has PyTorch with --python"
         raise NoEnvironment(f"{why}; and no interpreter here has PyTorch", remedy)
     folder = options.environments.resolve() / f"overlay-{options.platform.name}"
-    if folder.exists():
-        shutil.rmtree(folder)
-    site, commands = folder / "site", folder / "bin"
-    site.mkdir(parents=True)
-    (folder / ".gitignore").write_text("*\n", encoding="utf-8")
+    own = venvs.create(python, folder, with_pip=False)
+    venvs.lay_over(python, folder)
+    site = venvs.site_packages(folder)
+    # Read in the order of their names: the repository comes before a checkout that the interpreter may know.
+    (site / "0-repository.pth").write_text(f"{ROOT}\n{ROOT / 'platforms'}\n", encoding="utf-8")
     if options.wheels is not None:
         _unpack(site, python, options.wheels, options.log_folder / "environment.log")
     project = _project()
     _write_metadata(site, project)
-    _write_commands(commands, python, project)
+    _write_commands(own, project)
     variables = variables_of(options.platform, simulated=bool(options.simulation))
-    variables |= {
-        "PYTHONPATH": joined(site, ROOT, ROOT / "platforms", variables.get("PYTHONPATH")),
-        "PATH": joined(commands, variables.get("PATH")),
-    }
-    environment = Environment(Path(python), variables, why)
+    variables |= {"PATH": joined(own.parent, variables.get("PATH")), "VIRTUAL_ENV": str(folder)}
+    environment = Environment(own, variables, why, python)
     if missing := environment.lacking(*NEEDED):
         remedy = f"carry them as wheels: pip download --dest wheels {' '.join(missing)}, then --wheels wheels"
         raise NoEnvironment(f"{why}; and {python} lacks {', '.join(missing)}", remedy)
@@ -107,10 +105,9 @@ def _write_metadata(site: Path, project: dict[str, Any]) -> None:
     (folder / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _write_commands(folder: Path, python: str, project: dict[str, Any]) -> None:
-    folder.mkdir()
+def _write_commands(python: Path, project: dict[str, Any]) -> None:
     for name, target in project["scripts"].items():
         module, _, function = target.partition(":")
-        script = folder / name
+        script = python.parent / name
         script.write_text(f"#!{python}\nfrom {module} import {function}\n\n{function}()\n", encoding="utf-8")
         script.chmod(script.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)

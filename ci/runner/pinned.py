@@ -6,13 +6,12 @@ import fcntl
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from runner import constraints, process
+from runner import constraints, process, venvs
 from runner.environment import Environment, NoEnvironment, joined, variables_of
 from runner.options import Options
 from runner.platforms import ROOT
@@ -27,10 +26,13 @@ def make(options: Options) -> Environment:
     pins = constraints.effective(platform.constraints, options.overrides)
     python, stamp = folder / "bin" / "python", folder / ".made-from"
     made_from = _fingerprint(options, pins)
+    # Beside the folder: one that was being made when its run was ended is still known as ours.
+    ours = folder.with_suffix(".ours")
     with locked(folder.with_suffix(".lock")):
         if not (stamp.exists() and stamp.read_text(encoding="utf-8") == made_from):
-            if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
-                raise NoEnvironment(f"{folder} is no virtual environment and not empty", "name another --environments")
+            if folder.exists() and any(folder.iterdir()) and not ours.exists():
+                raise NoEnvironment(f"{folder} is not empty and not of ci/run", "name another --environments")
+            ours.touch()
             _create(options, folder)
             _install(options, python, pins)
             stamp.write_text(made_from, encoding="utf-8")
@@ -57,20 +59,10 @@ def _fingerprint(options: Options, pins: Mapping[str, str]) -> str:
 def _create(options: Options, folder: Path) -> None:
     """An empty environment; one that keeps the interpreter's own PyTorch also sees the packages beside it."""
     interpreter = options.python or sys.executable
-    done = subprocess.run([interpreter, "-m", "venv", "--clear", folder], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().replace("\n", " ")
-        remedy = "the interpreter must have its venv module (Debian and Ubuntu: apt-get install python3-venv)"
-        raise NoEnvironment(f"{interpreter} makes no virtual environment: {said}", remedy)
-    (folder / ".gitignore").write_text("*\n", encoding="utf-8")
+    python = venvs.create(interpreter, folder, with_pip=True)
     if options.installs.own_torch:
-        # Not --system-site-packages: where the interpreter is itself in a virtual environment, as in AMD's images, that
-        # would show the packages of the system and not those of the environment.
-        code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        own = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=True).stdout
-        (site,) = folder.glob("lib/python3*/site-packages")
-        (site / "interpreter.pth").write_text(own, encoding="utf-8")
-        if Environment(folder / "bin" / "python", os.environ).lacking("torch"):
+        venvs.lay_over(interpreter, folder)
+        if Environment(python, os.environ).lacking("torch"):
             remedy = "start from an image that has it (ci/containers), or name an interpreter that has it with --python"
             raise NoEnvironment(f"{interpreter} has no PyTorch, and the index has none for this platform", remedy)
 

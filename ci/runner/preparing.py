@@ -40,7 +40,7 @@ def _summary(facts: dict[str, object]) -> str:
     differ = facts["differ"]
     assert isinstance(differ, list)
     versions = f"{len(differ)} packages in other versions than pinned (environment.json)" if differ else "as pinned"
-    said += f": {facts['executable']} as it is, {versions}"
+    said += f": {facts['over']} as it is, {versions}"
     return f"{said}; NOT INSTALLED from the constraints: {facts['why_not_pinned']}"
 
 

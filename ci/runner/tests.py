@@ -36,7 +36,7 @@ def unit(options: Options, environment: Environment) -> Result:
     """The unit tests with the device hidden: they test the CPU and the simulations, on any machine alike."""
     variables = dict(environment.variables)
     variables |= dict.fromkeys(options.platform.hide, "")
-    left_out, notes = _left_out(options, environment, variables)
+    left_out, notes = ([], "") if options.tests else _left_out(options, environment, variables)
     chosen = options.tests or (_simulated(options.platform) if options.simulation else ("tests",))
     arguments = [*chosen, *(f"--ignore={path}" for path in left_out)]
     if not environment.lacking("xdist"):
@@ -69,7 +69,7 @@ def _left_out(options: Options, environment: Environment, variables: dict[str, s
         paths |= dict.fromkeys(TOOLS[tool], tool)
     if not any(shutil.which(browser, path=environment.variables.get("PATH")) for browser in BROWSERS):
         paths.setdefault(BROWSER_TESTS, "Chromium, which ci/browser installs")
-    if not options.tests and not options.simulation and not _fetch_sources(options, environment, variables):
+    if not options.simulation and not _fetch_sources(options, environment, variables):
         paths[SOURCES] = "the vendors' packages (ci/vendor_sources.py)"
     if not paths:
         return [], ""

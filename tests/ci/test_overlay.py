@@ -1,6 +1,5 @@
 """The project laid over an interpreter without pip's help: entry points, the command, and carried wheels."""
 
-import os
 import subprocess
 import sys
 import zipfile
@@ -9,7 +8,7 @@ from importlib import metadata
 
 import pytest
 import tomllib
-from runner import overlay
+from runner import overlay, venvs
 from runner.environment import NoEnvironment, variables_of
 from runner.platforms import ROOT
 
@@ -35,7 +34,7 @@ def wheel(folder, name="carried", tag="py3-none-any"):
 
 def test_the_metadata_is_what_pip_would_write(options, tmp_path):
     make(options)
-    site = tmp_path / "environments" / "overlay-cpu" / "site"
+    site = venvs.site_packages(tmp_path / "environments" / "overlay-cpu")
     (found,) = metadata.distributions(path=[str(site)])
     assert (found.name, found.version) == ("hal-attn", metadata.version("hal-attn"))
     points = {(point.group, point.name): point.value for point in found.entry_points}
@@ -46,13 +45,15 @@ def test_the_metadata_is_what_pip_would_write(options, tmp_path):
     assert set(found.requires) == set(PROJECT["dependencies"])
 
 
-def test_the_command_runs_and_the_repository_is_imported(options, tmp_path):
+def test_the_command_runs_and_the_repository_is_imported(options, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     environment = make(options)
     command = tmp_path / "environments" / "overlay-cpu" / "bin" / "hal-attn"
     done = subprocess.run([command, "--version"], env=dict(environment.variables), capture_output=True, text=True)
     assert done.stdout == f"hal-attn {metadata.version('hal-attn')}\n", done.stderr
     where = "import hal_attn, hal_attn_cpu; print(hal_attn.__file__, hal_attn_cpu.__file__)"
     expected = (ROOT / "hal_attn" / "__init__.py", ROOT / "platforms" / "hal_attn_cpu" / "__init__.py")
+    assert f"{environment.python}" != sys.executable
     assert environment.ask(where).split() == [str(path) for path in expected]
 
 
@@ -84,10 +85,10 @@ def test_what_is_missing_is_named_with_the_way_to_carry_it(options, monkeypatch)
 
 def test_settings_of_the_shell_do_not_reach_the_steps(options, monkeypatch):
     monkeypatch.setenv("HAL_ATTN_SIMULATE", "ascend")
-    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("PYTHONPATH", "/of/the/vendor")
     variables = make(options).variables
     assert "HAL_ATTN_SIMULATE" not in variables
-    assert variables["PYTHONPATH"].split(os.pathsep)[-1] == "/somewhere"
+    assert variables["PYTHONPATH"] == "/of/the/vendor"
 
 
 def test_the_vendor_s_script_sets_its_variables_unless_they_are_set(options, tmp_path, monkeypatch):

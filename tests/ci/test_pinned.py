@@ -49,11 +49,24 @@ def test_one_that_failed_is_made_again(makings, options, monkeypatch):
     assert len(makings) == 1
 
 
+def test_one_that_was_cut_short_is_made_again(makings, options, tmp_path, monkeypatch):
+    def cut_short(_, folder):
+        (folder / "lib").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pinned, "_create", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            pinned.make(options("cpu"))
+    pinned.make(options("cpu"))
+    assert len(makings) == 1
+
+
 def test_a_folder_of_somebody_else_is_left_alone(makings, options, tmp_path):
     theirs = tmp_path / "environments" / "cpu" / "thesis.txt"
     theirs.parent.mkdir(parents=True)
     theirs.touch()
-    with pytest.raises(NoEnvironment, match="is no virtual environment and not empty"):
+    with pytest.raises(NoEnvironment, match="is not empty and not of ci/run"):
         pinned.make(options("cpu"))
     assert theirs.exists()
     assert makings == []
