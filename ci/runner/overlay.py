@@ -1,8 +1,8 @@
 """The project over an interpreter that has PyTorch: for a machine where pip reaches no index.
 
 It is a virtual environment that sees the interpreter's packages, and in which the repository is on the path. Entry
-points are found through a `.dist-info` folder; pip writes it, but where it reaches no index it cannot build the project,
-so the folder is written here, from pyproject.toml.
+points are found through a `.dist-info` folder. pip writes it, but without an index it cannot build the project, so the
+folder is written here, from pyproject.toml.
 """
 
 from __future__ import annotations
