@@ -29,6 +29,7 @@ TOOLS = {
     "hadolint": ("tests/ci/test_containers.py",),
     "shellcheck": ("tests/ci/test_containers.py", "tests/ci/test_workflows.py"),
 }
+HARDWARE_TESTS = "test_hardware*.py"
 SOURCES = "tests/vendors/test_installed_sources.py"
 
 
@@ -50,7 +51,7 @@ def hardware(options: Options, environment: Environment) -> Result:
         return Result("hardware", Status.NOT_RUN, "a simulation has no device")
     if not options.platform.device_files:
         return Result("hardware", Status.NOT_RUN, f"no test needs a device of {options.platform.name}")
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_hardware.py"))
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob(HARDWARE_TESTS))
     arguments = ["-m", options.platform.name, *files]
     return _pytest("hardware", options, environment, environment.variables, arguments, "")
 
