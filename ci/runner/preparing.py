@@ -39,7 +39,11 @@ def _summary(facts: dict[str, object]) -> str:
         return f"{said}, pinned"
     differ = facts["differ"]
     assert isinstance(differ, list)
-    versions = f"{len(differ)} packages in other versions than pinned (environment.json)" if differ else "as pinned"
+    versions = (
+        f"{len(differ)} packages in other versions than pinned (environment.json)"
+        if differ
+        else "its versions those pinned"
+    )
     said += f": {facts['over']} as it is, {versions}"
     return f"{said}; NOT INSTALLED from the constraints: {facts['why_not_pinned']}"
 
