@@ -95,7 +95,8 @@ body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem
 table { border-collapse: collapse; width: 100% }
 td, th { border-bottom: 1px solid #8885; padding: .4rem; text-align: left }
 td { vertical-align: top; white-space: nowrap }
-td:last-child { white-space: normal; overflow-wrap: anywhere } .FAILED { color: #c00; font-weight: bold } .remedy { opacity: .8 }
+td:last-child { white-space: normal; overflow-wrap: anywhere }
+.FAILED { color: #c00; font-weight: bold } .remedy { opacity: .8 }
 :root { color-scheme: light dark }
 """
 
