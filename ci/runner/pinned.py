@@ -33,7 +33,7 @@ def make(options: Options) -> Environment:
             if folder.exists() and any(folder.iterdir()) and not ours.exists():
                 raise NoEnvironment(f"{folder} is not empty and not of ci/run", "name another --environments")
             ours.touch()
-            _create(options, folder)
+            _create(options, folder, pins)
             _install(options, python, pins)
             stamp.write_text(made_from, encoding="utf-8")
     variables = variables_of(options.platform, simulated=bool(options.simulation))
@@ -56,15 +56,18 @@ def _fingerprint(options: Options, pins: Mapping[str, str]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _create(options: Options, folder: Path) -> None:
+def _create(options: Options, folder: Path, pins: Mapping[str, str]) -> None:
     """An empty environment; one that keeps the interpreter's own PyTorch also sees the packages beside it."""
     interpreter = options.python or sys.executable
     python = venvs.create(interpreter, folder, with_pip=True)
     if options.installs.own_torch:
         venvs.lay_over(interpreter, folder)
-        if Environment(python, os.environ).lacking("torch"):
-            remedy = "start from an image that has it (ci/containers), or name an interpreter that has it with --python"
-            raise NoEnvironment(f"{interpreter} has no PyTorch, and the index has none for this platform", remedy)
+        found = Environment(python, os.environ).facts(pins)["torch"]
+        if str(found).partition("+")[0] != pins["torch"]:
+            # pip would fetch the pinned release from the index, which is a build for another vendor.
+            reason = f"{interpreter} has PyTorch {found}, and the pinned release for {options.installs.name} is"
+            remedy = "start from an image that has it (ci/containers), or name another release with --override torch=="
+            raise NoEnvironment(f"{reason} {pins['torch']}, which the index does not have for it", f"{remedy}VERSION")
 
 
 def _install(options: Options, python: Path, pins: Mapping[str, str]) -> None:

@@ -1,9 +1,11 @@
 """The pinned environment: made once for what it is made of, by one run at a time, and never over somebody's folder."""
 
+import sys
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 from runner import pinned
 from runner.environment import NoEnvironment
 
@@ -13,7 +15,7 @@ def makings(monkeypatch):
     """Environments made, as their pins; making one costs nothing here."""
     made = []
 
-    def create(options, folder):
+    def create(options, folder, pins):
         (folder / "bin").mkdir(parents=True, exist_ok=True)
         (folder / "pyvenv.cfg").touch()
 
@@ -50,7 +52,7 @@ def test_one_that_failed_is_made_again(makings, options, monkeypatch):
 
 
 def test_one_that_was_cut_short_is_made_again(makings, options, tmp_path, monkeypatch):
-    def cut_short(_, folder):
+    def cut_short(_, folder, pins):
         (folder / "lib").mkdir(parents=True)
         raise KeyboardInterrupt
 
@@ -86,6 +88,14 @@ def test_two_runs_do_not_make_it_at_once(tmp_path):
         order.append("first")
     other.join(10)
     assert order == ["first", "second"]
+
+
+def test_an_interpreter_with_another_pytorch_than_the_pinned_one_is_refused_where_the_index_has_none(options):
+    given = options("rocm", python=sys.executable, overrides=("torch==1.2.3",))
+    with pytest.raises(NoEnvironment) as caught:
+        pinned.make(given)
+    assert f"has PyTorch {torch.__version__}, and the pinned release for rocm is 1.2.3" in caught.value.args[0]
+    assert "--override torch==VERSION" in caught.value.args[1]
 
 
 def test_what_pip_could_not_install_is_named(options, monkeypatch):
