@@ -73,6 +73,8 @@ def test_the_device_is_handed_in_and_ci_run_started(platform, tmp_path):
     others = {option for name, listed in HANDED_IN.items() if name != platform for option in listed}
     assert [option for option in others - set(HANDED_IN[platform]) if f" {option} " in run] == []
     assert f"--volume {ROOT}:/src --workdir /src" in run
+    assert f" --user {os.getuid()}:{os.getgid()} " in run
+    assert " --env HOME=/tmp --env USER=ci " in run
     assert re.search(rf" hal-attn-ci:{platform}-\S+ ci/run {platform} --environments /cache/{platform}-\S+ ", run)
     assert run.endswith(" --figures /cache/figures --full")
 
