@@ -29,7 +29,7 @@ def plans(subject: Subject, base: Base, batches: bool, packs: bool) -> Iterator[
     if packs:
         changed = slice(37, 38)
         for causal in (False, True):
-            problem = varlen(base, LENGTHS, **({"causal": True} if causal else {}))
+            problem = varlen(base, LENGTHS, causal=causal)
             name = "packed, a neighbour" + (", causal" if causal else "")
             yield _neighbour(name, subject, problem, changed, changed, (slice(0, 37), slice(38, None)))
         yield Planned(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def plans(subject: Subject, base: Base) -> Iterator[Planned]:
     calls: dict[str, dict[str, Any]] = {"plain": {}, "scale": {"scale": 0.3}, "softcap": {"softcap": 0.8}}
     for name, options in calls.items():
         problem = varlen(base, (24,), (40,), kv_heads=2 if base.heads % 2 == 0 else None, **options)
-        yield Planned(f"ring, {name}", "ring merge", "merging", lambda problem=problem: _merges(subject, problem))
+        yield Planned(f"ring, {name}", "ring merge", "merging", partial(_merges, subject, problem))
     causal = varlen(base, (40,), causal=True)
     yield Planned("ring, causal", "ring merge", "merging", lambda: _causal(subject, causal))
     several = varlen(base, (20, 12))
