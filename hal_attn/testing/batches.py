@@ -12,6 +12,7 @@ import torch
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.packing import PackedSequences
+from hal_attn.refusal import Refusal
 from hal_attn.testing.outcome import PASSED, Outcome, Planned, failed, not_run
 from hal_attn.testing.problem import Base, Problem, batched, varlen
 from hal_attn.testing.values import Subject, judge_output, right_answer
@@ -26,15 +27,29 @@ def plans(subject: Subject, base: Base, batches: bool, packs: bool) -> Iterator[
     hooks = subject.road.backend.implements
     if packs:
         made |= {f"packed, {name}": ("metadata", "metadata", run) for name, run in _SHARED.items()}
-        made["packed, no waiting"] = ("no waiting", "no waiting", _packed_waits)
     if packs and hooks("forward_varlen"):
         made["forward_varlen by hand"] = ("contract", "contract", _by_hand)
-    if batches:
-        made["no waiting"] = ("no waiting", "no waiting", _batched_waits)
     if batches and hooks("forward"):
         made["forward by hand"] = ("contract", "contract", _forward_by_hand)
     for name, (feature, rule, run) in made.items():
         yield Planned(name, feature, rule, partial(run, subject, base))
+    yield from _no_waiting(subject, base, batches, packs)
+
+
+def _no_waiting(subject: Subject, base: Base, batches: bool, packs: bool) -> Iterator[Planned]:
+    kind = subject.road.device.type
+    if kind != "cuda":
+        where = "CPU tensors" if kind == "cpu" else f"{kind} devices"
+        text = f"PyTorch reports waits on CUDA and ROCm devices only, and not on {where}"
+        refusal = Refusal("device", kind, "cuda")
+        yield Planned("no waiting", "no waiting", "no waiting", lambda: not_run(text), refusals=(refusal,))
+        return
+    if batches:
+        yield Planned("no waiting", "no waiting", "no waiting", partial(_waits, subject, batched(base)))
+    if packs:
+        causal = varlen(base, QUERIES, causal=True)
+        problem = varlen(base, QUERIES) if subject.road.refusals(causal) else causal
+        yield Planned("packed, no waiting", "no waiting", "no waiting", partial(_waits, subject, problem))
 
 
 def _other_values(subject: Subject, base: Base) -> Outcome:
@@ -120,20 +135,8 @@ def _forward_by_hand(subject: Subject, base: Base) -> Outcome:
     return judge_output(subject, problem, output, right_answer(problem), "contract")
 
 
-def _batched_waits(subject: Subject, base: Base) -> Outcome:
-    return _waits(subject, batched(base))
-
-
-def _packed_waits(subject: Subject, base: Base) -> Outcome:
-    causal = varlen(base, QUERIES, causal=True)
-    return _waits(subject, varlen(base, QUERIES) if subject.road.refusals(causal) else causal)
-
-
 def _waits(subject: Subject, problem: Problem) -> Outcome:
     device = subject.road.device
-    if device.type != "cuda":
-        where = "a simulated device" if subject.road.platform.simulated else f"{device.type} tensors"
-        return not_run(f"PyTorch can only report waits on CUDA and ROCm devices, and this is {where}")
     given = problem.on(device)
     with torch.no_grad():
         subject.road.run(given)

@@ -272,7 +272,7 @@ def _platforms(registry: Registry, only: str | None) -> list[tuple[Platform, str
 
 
 def _check_arguments(registry: Registry, platform: str | None, backend: str | None, effort: str) -> None:
-    names = [each.name for each in (*registry.platforms, *registry.broken)]
+    names = [*(each.name for each in registry.platforms), *(each.name for each in registry.broken)]
     if platform is not None and platform not in names:
         raise InvalidAttentionInputError("platform", repr(platform), ", ".join(names))
     if backend is not None and backend not in registry.backend_names:

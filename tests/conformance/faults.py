@@ -126,7 +126,7 @@ FAULTS = {
     "heads mapped wrongly": Fault(HeadsMappedWrongly, "heads", "query head h reads key head h % Hkv"),
     "leak across sequences": Fault(LeakAcrossSequences, "packed", "a sequence sees the first key of the next one"),
     "argument dropped": Fault(ArgumentDropped, "softcap", "softcap is ignored"),
-    "wrong dtype accumulation": Fault(NarrowAccumulation, "precision", "sums kept in a narrower dtype"),
+    "wrong dtype accumulation": Fault(NarrowAccumulation, "precision", "sums over the keys are kept in bfloat16"),
 }
 
 
@@ -138,6 +138,7 @@ def report_of(name: str) -> BackendReport:
 def main() -> None:
     """Prints what each fault breaks and the first message that says so."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     torch.set_num_threads(1)
@@ -146,7 +147,7 @@ def main() -> None:
         checks = report_of(name).checks
         failed = [check for check in checks if check.status == "failed"]
         first = next((check for check in failed if check.rule == FAULTS[name].rule), None)
-        told = ("NOT CAUGHT", "") if first is None else (first.rule, f"{first.name}: {first.message}")
+        told = ("NOT CAUGHT", "") if first is None else (first.rule, escape(f"{first.name}: {first.message}"))
         table.add_row(name, f"{len(failed)} of {len(checks)}", *told)
     Console(width=160).print(table)
 
