@@ -39,7 +39,7 @@ def plan(subject: Subject, effort: Effort) -> tuple[Planned, ...]:
 
 def claimed(planned: tuple[Planned, ...]) -> tuple[str, ...]:
     """The features of calls that the backend takes, as far as it was asked."""
-    taken = {each.feature for each in planned if not each.refusals}
+    taken = {each.feature for each in planned if not each.refusals and each.rule != "claims"}
     return tuple(feature for feature in FEATURES if feature in taken)
 
 

@@ -15,7 +15,7 @@ CAUGHT = {
     liars.RefusesByAnotherName: ("softcap", "refused by name", "by no name of"),
     liars.Raises: ("ALiBi", "contract", "it raised RuntimeError: CUDA error: misaligned address"),
     liars.Exits: ("softcap", "contract", "it raised SystemExit: no licence for softcap"),
-    liars.HeadsFirst: ("batched", "precision", "shape (2, 4, 37, 64), right is (2, 37, 4, 64)"),
+    liars.HeadsFirst: ("batched", "contract", "shape (2, 4, 37, 64), right is (2, 37, 4, 64)"),
     liars.LseRowsFirst: ("LSE", "LSE", "shape (2, 37, 4), right is (2, 4, 37)"),
     liars.OutputInFloat32: ("dtype bfloat16", "contract", "output: torch.float32, right is torch.bfloat16"),
     liars.LseInFloat64: ("LSE", "LSE", "LSE: torch.float64, right is torch.float32"),
@@ -30,7 +30,7 @@ CAUGHT = {
     liars.DropsTheOthers: ("dropout", "dropout", "dropout_p is taken for the share to keep"),
     liars.NanReachesRows: ("hidden values", "hidden values", "nan at keys that bool mask hides"),
     liars.ReadsNeighbours: ("neighbours", "packed", "changed rows that may not see them"),
-    liars.OneMetadataForAll: ("metadata", "packed", "sequences with the total and the longest of those before"),
+    liars.OneMetadataForAll: ("metadata", "metadata", "sequences with the total and the longest of those before"),
     liars.ChunksOfAnotherBase: ("ring merge", "merging", "merged from 2 parts"),
     liars.IgnoresStrides: ("strides", "layouts", "output: error"),
 }
