@@ -69,7 +69,7 @@ def test_a_failure_says_which_rule_broke_and_shows_no_traceback(pytester):
 def test_the_option_needs_no_test_file(pytester):
     result = run(pytester, "--hal-attn-backend", "cpu_flash", "--hal-attn-backend", "cpu_sdpa", "-v", "-k", "describes")
     result.assert_outcomes(passed=2, deselected=result.parseoutcomes()["deselected"])
-    result.stdout.fnmatch_lines(["*suite.py::TestConformance::test_conforms?cpu_sdpa: it describes itself?*PASSED*"])
+    result.stdout.fnmatch_lines(["*::TestConformance::test_conforms?cpu_sdpa: it describes itself?*PASSED*"])
 
 
 def test_the_option_names_a_simulated_backend(pytester, monkeypatch):
