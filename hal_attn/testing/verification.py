@@ -20,7 +20,7 @@ from hal_attn.registry import Registry, default_registry
 from hal_attn.testing import platforms
 from hal_attn.testing.features import FEATURES
 from hal_attn.testing.machine import facts
-from hal_attn.testing.outcome import Planned, perform
+from hal_attn.testing.outcome import Planned, failed, perform
 from hal_attn.testing.plan import DTYPES, claimed, plan
 from hal_attn.testing.problem import Base, batched, varlen
 from hal_attn.testing.report import EFFORTS, BackendReport, Check, Coverage, Effort, PlatformReport, Report
@@ -119,19 +119,33 @@ def plan_of(
     effort: Effort,
     tolerances: Mapping[torch.dtype, float] | None = None,
 ) -> tuple[Planned, ...]:
-    """The checks that `check_backend` would run; each runs by `perform` within `own_settings`."""
-    subject = Subject(Road(backend, platform, device), tuple((tolerances or {}).items()))
-    return plan(subject, effort)
+    """The checks that `check_backend` would run; each runs by `perform` within `own_settings`.
+
+    A backend that cannot even be asked has one, which fails.
+    """
+
+    def planned() -> tuple[Planned, ...]:
+        return plan(Subject(Road(backend, platform, device), tuple((tolerances or {}).items())), effort)
+
+    found, failure = attempt(planned, None)
+    if found is not None:
+        return found
+    text = f"it cannot be asked what it takes: {failure}"
+    return (Planned("it describes itself", "contract", "contract", lambda: failed(text, "contract")),)
 
 
 def out_of_reach(backend: AttentionBackend, platform: Platform, device: torch.device) -> Refusal | None:
     """The refusal of every plain call by a backend that does not run on this device; None where it may."""
-    road, found = Road(backend, platform, device), None
-    for make, dtype in itertools.product((batched, varlen), DTYPES):
-        found = next((r for r in road.refusals(make(Base(dtype, 64))) if r.rule == "device"), None)
-        if found is None:
-            return None
-    return found
+
+    def refusal() -> Refusal | None:
+        road, found = Road(backend, platform, device), None
+        for make, dtype in itertools.product((batched, varlen), DTYPES):
+            found = next((r for r in road.refusals(make(Base(dtype, 64))) if r.rule == "device"), None)
+            if found is None:
+                return None
+        return found
+
+    return attempt(refusal, None)[0]
 
 
 class _Verified:

@@ -17,6 +17,17 @@ class ClaimsNothing(Working):
     capabilities = Capabilities()
 
 
+class CannotBeAsked(Working):
+    capabilities = None
+
+
+class RaisesWhenAsked(Working):
+    def implements(self, hook):
+        if hook == "forward_ring_kv_chunk":
+            raise RuntimeError("ask again later")
+        return super().implements(hook)
+
+
 class HasNoHook(Working):
     def implements(self, hook):
         return False
