@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ ROUNDING = 0.03
 
 def of_output(problem: Problem, found: Tensor, right: Expected, comparison: Comparison, rule: str) -> Outcome:
     """The failure of an output `[B, Sq, H, Dv]` or `[Tq, H, Dv]`."""
+    if found.shape != right.output.shape:
+        return failed(f"output: {comparison}", "contract", comparison)
     known = _closest([(s.text, s.rule, s.answer) for s in suspects(problem)], problem, found, right.output, 0)
     if known is None:
         blind = blind_output(found, right.lse)
@@ -73,10 +77,14 @@ def _failure(what: str, comparison: Comparison, known: tuple[str, str] | None, r
 
 
 def _closest(
-    known: list[tuple[str, str, object]], problem: Problem, found: Tensor, right: Tensor, part: int
+    known: list[tuple[str, str, Callable[[Problem], tuple[Tensor, Tensor]]]],
+    problem: Problem,
+    found: Tensor,
+    right: Tensor,
+    part: int,
 ) -> tuple[str, str] | None:
     for text, rule, answer in known:
-        wrong, failure = attempt(lambda answer=answer: answer(problem)[part], None)  # type: ignore[misc, operator]
+        wrong, failure = attempt(lambda answer=answer: answer(problem)[part], None)  # type: ignore[misc]
         if not failure and wrong is not None and _near(found, wrong, right):
             return text, rule
     return None

@@ -35,7 +35,7 @@ class Subject:
 
 @lru_cache(maxsize=12)
 def answer(case: Case, base: Base) -> tuple[Problem, Expected]:
-    """The call of a case and the right answer to it, kept a while: the checks of LSE and gradients follow the output's."""
+    """The call of a case and the right answer to it, kept a while: LSE and gradients are checked after the output."""
     problem = case.make(base)
     return problem, right_answer(problem)
 
@@ -132,11 +132,17 @@ def judge_gradients(subject: Subject, output: Any, tensors: tuple[Tensor, ...], 
 
 
 def gradient_comparison(
-    subject: Subject, have: Tensor, exact: Tensor, plain: Tensor, largest_gradient: float
+    subject: Subject,
+    have: Tensor,
+    exact: Tensor,
+    plain: Tensor,
+    largest_gradient: float,
+    dtype: torch.dtype | None = None,
 ) -> Comparison:
-    """One gradient beside the oracle's."""
-    declared = subject.declared(have.dtype)
-    return compare(have.detach().cpu(), exact, plain, largest_gradient=largest_gradient, declared=declared)
+    """One gradient beside the oracle's; `dtype` is the call's where the gradient has another."""
+    declared = subject.declared(dtype or have.dtype)
+    found = have.detach().cpu()
+    return compare(found, exact, plain, largest_gradient=largest_gradient, dtype=dtype, declared=declared)
 
 
 def refusal_outcome(
