@@ -24,7 +24,7 @@ def plot(rows: Sequence[Row], ranks: int, title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=9)
     for place, panel in enumerate(panels):
         _panel(figure.add_subplot(lines, columns, place + 1), panel, ranks)
-    figure.savefig(path, format="png", dpi=110)
+    pictures.save(figure, path)
 
 
 def _panel(axes: Any, rows: Sequence[Row], ranks: int) -> None:
@@ -57,4 +57,4 @@ def plot_timeline(transfers: Sequence[Interval], kernels: Sequence[Interval], ti
     axes.set_yticks((0, 1), ("kernels", "transfers"))
     axes.set_xlabel("microseconds", fontsize=8)
     axes.set_title(title, fontsize=8)
-    figure.savefig(path, format="png", dpi=110)
+    pictures.save(figure, path)
