@@ -68,7 +68,8 @@ def _panel(axes: Any, rows: Sequence[Row]) -> None:
     pictures.plain(axes, "x")
     values = [row.over_us or 0.0 for row in rows]
     # One long bar must not squeeze the others to nothing: it is cut, and its label says how long it is.
-    limit = max(1.0, min(max(values), _CUT * statistics.median(values)))
+    usual = statistics.median([value for value in values if value > 0] or [0.0])
+    limit = max(1.0, min(max(values), _CUT * usual))
     colours = [pictures.OURS if row.ours else pictures.PEER for row in rows]
     shown = [min(max(value, 0.0), limit) for value in values]
     bars = axes.barh(range(len(rows)), shown, color=colours, height=0.7)

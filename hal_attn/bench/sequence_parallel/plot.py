@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +18,7 @@ _COLOURS = {"ours": pictures.OURS, "local": pictures.BARE, "peer": pictures.PEER
 def plot(rows: Sequence[Row], ranks: int, title: str, path: Path) -> None:
     """Write the rows as PNG to `path`."""
     panels = [list(found) for _, found in groupby(rows, key=lambda row: (row.problem, row.passes))]
-    columns = min(2, len(panels))
+    columns = min(4, math.ceil(math.sqrt(len(panels))))
     lines = -(-len(panels) // columns)
     height = max(len(panel) for panel in panels) * 0.28 + 1.1
     figure = pictures.require_matplotlib().Figure(figsize=(7.5 * columns, height * lines + 0.6), layout="constrained")
