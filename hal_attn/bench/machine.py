@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -26,6 +27,7 @@ _PACKAGES = (
     "diffusers",
     "transformers",
 )
+_PEERS = ("yunchang ", "diffusers ", "transformers ")
 SIMULATED = "SIMULATED"
 
 
@@ -59,10 +61,10 @@ def threads() -> str:
     return f"{torch.get_num_threads()} of PyTorch on the CPU"
 
 
-def headline(facts: dict[str, str]) -> str:
-    """Device and versions in a line, for the title of a picture."""
-    versions = [part for part in facts["versions"].split(", ") if not part.startswith(("python ", "hal_attn "))]
-    return f"{facts['device']}; {', '.join(versions)}"
+def headline(facts: Mapping[str, str], *more: str) -> str:
+    """Device, versions of what computes, and the facts `more`, in a line for the title of a picture."""
+    versions = [part for part in facts["versions"].split(", ") if not part.startswith(("python ", *_PEERS))]
+    return "; ".join([facts["device"], ", ".join(versions), *(facts[name] for name in more if name in facts)])
 
 
 def _processor() -> str:

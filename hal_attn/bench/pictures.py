@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
@@ -46,6 +47,19 @@ def plain(axes: Any, grid: str) -> None:
     axes.grid(axis=grid, color="#E2E8F0", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9)
+
+
+def label(axes: Any, bars: Any, texts: Sequence[str]) -> None:
+    """Texts at the ends of bars, readable over lines."""
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+    axes.bar_label(bars, texts, padding=4, fontsize=9, bbox=box, zorder=5)
+
+
+def legend(figure: Any, colours: Mapping[str, str]) -> None:
+    """What colours mean, below everything."""
+    rectangle = import_module("matplotlib.patches").Rectangle
+    handles = [rectangle((0, 0), 1, 1, color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(colours), fontsize=9, frameon=False)
 
 
 def save(figure: Any, path: Path) -> None:

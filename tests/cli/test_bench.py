@@ -1,212 +1,305 @@
-"""`hal-attn bench sequence-parallel`: alone, on two gloo ranks, its tables and its files."""
+"""`hal-attn bench dispatch`, `kernels`, `packed` and `show`: tiny runs, here and over simulated vendors; their files,
+pictures, comparisons and errors. What a clock shows is not looked at."""
 
 import json
-import os
-import subprocess
 import sys
-from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
-import torch
-from rich.console import Console
 
-from hal_attn.bench.problem import Problem, mixed_lengths
-from hal_attn.bench.sequence_parallel import contenders, plot, row, table
-from hal_attn.bench.sequence_parallel.overlap import overlap
-from hal_attn.bench.sequence_parallel.row import Row
+from hal_attn.bench.report import FORMAT
 from tests.cli.conftest import assert_plain, words
 
-VERB = ("bench", "sequence-parallel")
-SMALL = ("--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--repeats", "1", "--device", "cpu")
-PROBLEM = Problem((64,), False, 4, 2, 8, torch.float32, True)
+DISPATCH = ("bench", "dispatch", "--device", "cpu", "--rounds", "1", "--calls", "2")
+KERNELS = ("bench", "kernels", "--device", "cpu", "--quick")
+PACKED = ("bench", "packed", "--device", "cpu", "--quick", "--threads", "1")
+TINY = ("--shape", "B=2,S=12,H=4/2,D=16,causal", "--packed", "7,3x2,H=4/2,D=16")
+VENDORS = {"cuda": "flash_attn_3", "rocm": "aiter", "ascend": "ascend_fa"}
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """Screen and JSON of one run on two ranks."""
-    file = tmp_path_factory.mktemp("bench") / "found.json"
-    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    asked = ("--tokens", "63", "--packed", "20,1,9", "--causal", "--backward", "--json", str(file))
-    found = subprocess.run(
-        [*start, "-m", "hal_attn.cli", *VERB, *SMALL, *asked],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert found.returncode == 0, found.stderr
-    return found.stdout, json.loads(file.read_text())
+@pytest.fixture
+def measured(run):
+    """Runs a verb and gives the content of its JSON."""
+
+    def start(*arguments):
+        result = run(*arguments, "--json", "-")
+        assert (result.exit_code, result.stderr) == (0, ""), result.output
+        content = json.loads(result.stdout)
+        assert (content["format"], content["ok"]) == (FORMAT, True)
+        return content
+
+    return start
 
 
-def test_two_ranks_measure_every_mode_and_find_it_right(shared):
-    _, found = shared
-    assert found["ok"] is True
-    rows = {(r["problem"]["packed"], r["passes"], r["name"]): r for r in found["rows"] if not r["peer"]}
-    assert len(rows) == 2 * 2 * 5
-    for packed in (False, True):
-        for passes in (row.FORWARD, row.BOTH):
-            local = rows[packed, passes, "local"]
-            assert 0 <= local["exact_error"] < 1e-5 < local["ms"]
-            for mode in ("ulysses", "ring", "kv_gather"):
-                measured = rows[packed, passes, mode]
-                assert (measured["refused"], measured["wrong"]) == (None, False)
-                assert measured["ideal"] == pytest.approx(local["ms"] / 2 / measured["ms"])
-                assert 0 <= measured["error"] < 1e-5 > measured["exact_error"] >= 0
-                assert measured["sent"] >= measured["least"] > 0 < measured["peak"]
-                assert measured["backend"] == local["backend"]
-            assert "no two factors" in rows[packed, passes, "ulysses x ring"]["refused"]
+def rows_of(content):
+    return {row["key"]: row for row in content["rows"]}
 
 
-def test_peers_refuse_by_name(shared):
-    _, found = shared
-    peers = [r for r in found["rows"] if r["peer"]]
-    assert {"torch gather flash", "torch rotate flash"} <= {r["name"] for r in peers}
-    for r in peers:
-        assert r["ms"] is None
-        assert ("packed" if r["problem"]["packed"] else "multiple of") in r["refused"] or "backward" in r["refused"]
+# dispatch
 
 
-def test_the_screen_has_facts_tables_and_reasons_once(shared):
-    screen, _ = shared
-    assert_plain(screen)
-    assert screen.count("machine  ") == 1
-    assert [line.split() for line in screen.splitlines() if line.startswith("Mode")] == [list(table.COLUMNS)] * 4
-    for text in (
-        "ranks 2, gloo, 1 CPU threads each",
-        "dense 63 tokens, 4/2 heads of 8, float32, causal: forward+backward",
-        "packed 20,1,9 (3 sequences, 30 tokens)",
-        "refused, ulysses x ring: 2 ranks have no two factors above 1; 4 ranks do",
-        "it has no packed sequences of different lengths",
+def test_dispatch_times_ours_beside_what_it_ends_in(measured):
+    content = measured(*DISPATCH, "--no-peers")
+    rows = rows_of(content)
+    for name, over, mark in (
+        ("attention", "bare kernel", 2.0),
+        ("attention, causal", "bare kernel, causal", 2.0),
+        ("varlen_attention, PackedSequences", "bare kernel, packed", 3.0),
+        ("varlen_attention, cu_seqlens", "bare kernel, packed", None),
+        ("attention, nothing", "bare kernel that does nothing", None),
+        ("varlen_attention, nothing in the frame", "bare kernel that does nothing", None),
     ):
-        assert text in words(screen)
+        assert (rows[name]["over"], rows[name]["mark"], rows[name]["ours"]) == (over, mark, True)
+        assert rows[name]["us"] > 0
+        assert rows[name]["over_us"] == pytest.approx(rows[name]["us"] - rows[over]["us"])
+    assert not any(row["ours"] for name, row in rows.items() if name.startswith("bare"))
+    assert content["facts"]["threads"].startswith("1 ")
 
 
-def test_alone_it_runs_one_rank_and_says_how_to_run_more(run):
-    result = run(*VERB, *SMALL, "--tokens", "32", "--full", "--json", "-")
-    assert (result.exit_code, result.stderr) == (0, "")
-    found = json.loads(result.stdout)
-    assert [r["name"] for r in found["rows"] if r["ms"] is not None] == ["local"]
-    assert all("torchrun" in r["refused"] for r in found["rows"] if r["name"] != "local")
-    assert set(found["facts"]) == {"machine", "device", "ranks", "versions", "settings", "command"}
+def test_dispatch_has_the_peers_that_are_installed_and_says_which_are_not(measured):
+    content = measured(*DISPATCH)
+    rows = rows_of(content)
+    for name in ("diffusers", "transformers"):
+        own = [row for key, row in rows.items() if key.startswith(name)]
+        absent = [note for note in content["notes"] if note.startswith(name)]
+        if find_spec(name) is None:
+            assert (own, absent) == ([], [f"{name}: not installed; pip install {name}"])
+        else:
+            assert (len(own), absent) == ({"diffusers": 4, "transformers": 5}[name], [])
+            assert not any(row["ours"] for row in own)
+    below = rows["attention, nothing"]["below"]
+    assert below == (None if find_spec("diffusers") is None else "diffusers, unchecked, nothing")
+    if below is not None:
+        assert rows["attention, nothing"]["mark"] == rows[below]["over_us"]
 
 
-def test_the_fastest_backend_is_one_of_those_that_can(run):
-    result = run(*VERB, *SMALL, "--packed", "mixed", "--tokens", "40", "--backend", "fastest", "--json", "-")
-    chosen = {r["backend"] for r in json.loads(result.stdout)["rows"] if r["name"] == "local"}
-    assert chosen <= {"cpu_flash", "cpu_sdpa", "cpu_math"}
+@pytest.mark.parametrize("name", ["diffusers", "transformers"])
+def test_a_peer_that_is_not_installed_is_said(name, measured, monkeypatch):
+    for module in [known for known in sys.modules if known.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    content = measured(*DISPATCH)
+    assert not any(key.startswith(name) for key in rows_of(content))
+    assert any(note.startswith(f"{name}: ") for note in content["notes"])
+
+
+def test_a_peer_is_as_it_was_afterwards(measured):
+    utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    measured(*DISPATCH)
+    assert "flash_attn_interface" not in sys.modules
+    assert utils._loaded_implementation is None
+
+
+# kernels
+
+
+def test_kernels_measure_every_backend_and_mark_what_is_chosen(measured):
+    content = measured(*KERNELS, *TINY, "--backward", "--memory", "--tuned")
+    rows = content["rows"]
+    assert len(rows) == 2 * 2 * 3
+    for row in rows:
+        assert (row["refused"], row["wrong"], row["note"]) == (None, False, None)
+        assert row["ms"] > 0 < row["teraflops"]
+        assert 0 <= row["error"] < 1e-5
+        assert row["peak"] > 0
+        has_vendor = row["backend"] != "cpu_math" and not row["problem"]["packed"]
+        assert (row["vendor_ms"] is not None, row["vendor_peak"] is not None) == (has_vendor, has_vendor)
+    for which in ("chosen", "tuned"):
+        assert sum(row[which] for row in rows) == 4
+    assert {row["backend"] for row in rows if row["chosen"]} == {"cpu_flash"}
+
+
+def test_the_cpus_own_kernel_is_called_without_a_copy(measured):
+    content = measured(*KERNELS, "--shape", "S=64,H=4,D=64", "--memory")
+    ratios = {row["backend"]: row["peak"] / row["vendor_peak"] for row in content["rows"] if row["vendor_peak"]}
+    assert ratios == {"cpu_flash": pytest.approx(1.0, abs=0.05), "cpu_sdpa": pytest.approx(1.0, abs=0.05)}
+
+
+def test_kernels_of_one_name_and_without_tuning(measured):
+    content = measured(*KERNELS, *TINY, "--backend", "cpu_sdpa, cpu_math")
+    assert [row["backend"] for row in content["rows"]] == ["cpu_sdpa", "cpu_math"] * 2
+    assert {row["tuned"] for row in content["rows"]} == {None}
+
+
+def test_quick_and_the_scaled_shapes_say_so(run):
+    screen = run(*KERNELS, "--backend", "cpu_flash").stdout
+    assert "--quick: small shapes and few samples" in words(screen)
+    assert_plain(screen)
+
+
+def test_a_tuned_choice_is_kept_where_the_user_keeps_them(measured, monkeypatch, tmp_path):
+    monkeypatch.setenv("HAL_ATTN_CACHE_DIR", str(tmp_path))
+    measured(*KERNELS, *TINY[:2], "--tuned")
+    assert list(tmp_path.glob("*.json"))
+
+
+@pytest.fixture
+def cpu_sdpa(monkeypatch, tmp_path):
+    """Gives `cpu_sdpa` another kernel. A setting of its own keeps the calls that are bound to it from other tests."""
+    from hal_attn_cpu.sdpa import CpuSdpaBackend
+
+    monkeypatch.setenv("HAL_ATTN_CACHE_DIR", str(tmp_path))
+    return lambda kernel: monkeypatch.setattr(CpuSdpaBackend, "bind", lambda self, request: kernel)
+
+
+def test_a_wrong_kernel_is_said_and_fails(run, cpu_sdpa):
+    cpu_sdpa(lambda query, key, value: value)
+    result = run(*KERNELS, "--shape", "S=13,H=4,D=24,causal")
+    assert result.exit_code == 1
+    assert "cpu_sdpa WRONG" in words(result.stdout)
+    assert "cpu_flash WRONG" not in words(result.stdout)
+
+
+def test_a_backend_that_fails_is_a_row_that_says_why(run, cpu_sdpa):
+    def broken(query, key, value):
+        raise RuntimeError("out of luck")
+
+    cpu_sdpa(broken)
+    result = run(*KERNELS, "--shape", "S=13,H=4,D=24,causal")
+    assert result.exit_code == 0
+    assert "not measured, cpu_sdpa: failed: RuntimeError: out of luck" in words(result.stdout)
+
+
+# packed
+
+
+def test_packed_measures_every_way_in_time_and_memory(measured):
+    content = measured(*PACKED, "--batch", "tiny, equal")
+    rows = rows_of(content)
+    assert list(rows) == [
+        f"{batch}: {way}"
+        for batch in ("tiny", "equal")
+        for way in ("padded route", "a call a sequence", "one padded call", "length buckets")
+    ]
+    for row in rows.values():
+        assert row["ours"] == (row["way"] == "padded route")
+        assert row["ms"] > 0 <= row["peak"]
+        assert row["difference"] < 1e-5
+        assert row["backend"] == "cpu_flash"
+    best = min(row["ms"] for row in rows.values() if row["batch"] == "tiny" and not row["ours"])
+    assert rows["tiny: padded route"]["of_best"] == pytest.approx(rows["tiny: padded route"]["ms"] / best)
+
+
+def test_packed_takes_other_lengths_and_leaves_memory_out(run):
+    result = run(*PACKED, "--lengths", "9,4,4", "--no-memory", "--backend", "cpu_math")
+    assert result.exit_code == 0, result.output
+    assert "given: 3 sequences, 17 tokens, cpu_math" in words(result.stdout)
+    assert_plain(result.stdout)
+
+
+# Over simulated vendors
+
+
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_simulated_vendors_are_measured_and_said_to_be(vendor, run, monkeypatch, tmp_path):
+    monkeypatch.setenv("HAL_ATTN_SIMULATE", vendor)
+    file = tmp_path / "found.json"
+    for verb in ((*KERNELS, *TINY), (*DISPATCH, "--no-peers")):
+        result = run(*verb, "--json", str(file))
+        assert result.exit_code == 0, result.output
+        assert "SIMULATED: these kernels stand in for a vendor's on the CPU; the times mean nothing." in words(
+            result.stdout
+        )
+        assert_plain(result.stdout)
+        content = json.loads(file.read_text())
+        assert "SIMULATED" in content["facts"]["device"]
+        assert any(VENDORS[vendor] in key for key in rows_of(content))
+
+
+def test_packed_runs_over_a_simulated_vendor(run, monkeypatch):
+    monkeypatch.setenv("HAL_ATTN_SIMULATE", "cuda")
+    result = run(*PACKED, "--batch", "mixed", "--backend", "torch_cudnn", "--dtype", "bfloat16", "--no-memory")
+    assert result.exit_code == 0, result.output
+    assert "SIMULATED" in result.stdout
+
+
+# Files, pictures, comparisons
+
+
+@pytest.fixture
+def file(run, tmp_path):
+    """The JSON of one run of `kernels`."""
+    file = tmp_path / "old.json"
+    assert run(*KERNELS, *TINY[:2], "--json", str(file)).exit_code == 0
+    return file
+
+
+def changed(file, factor=1.0, **facts):
+    content = json.loads(file.read_text())
+    content["facts"] |= facts
+    for row in content["rows"]:
+        row["ms"] *= factor
+    other = file.with_name("other.json")
+    other.write_text(json.dumps(content))
+    return other
+
+
+def test_show_gives_the_tables_again_and_a_picture(run, file, tmp_path):
+    shown = run("bench", "show", str(file), "--plot", str(tmp_path / "found.png"))
+    assert shown.exit_code == 0, shown.output
+    assert_plain(shown.stdout)
+    assert "cpu_flash" in shown.stdout
+    assert (tmp_path / "found.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_comparison_shows_ratios_and_fails_where_ours_is_slower(run, file):
+    same = run("bench", "show", str(file), "--compare", str(file))
+    assert same.exit_code == 0
+    assert "None slower." in same.stdout
+    slower = run("bench", "show", str(changed(file, 2.0)), "--compare", str(file))
+    assert slower.exit_code == 1
+    assert "3 of 3 of ours slower." in slower.stdout
+    assert run("bench", "show", str(changed(file, 2.0)), "--compare", str(file), "--slower", "2.1").exit_code == 0
+    assert run("bench", "show", str(changed(file, 0.5)), "--compare", str(file)).exit_code == 0
+
+
+def test_a_comparison_across_machines_is_refused_unless_it_is_wanted_anyway(run, file):
+    other = str(changed(file, machine="another machine"))
+    refused = run("bench", "show", str(file), "--compare", other)
+    assert refused.exit_code == 2
+    assert "--compare: got a file made elsewhere: machine another machine, now" in words(refused.stderr)
+    anyway = run("bench", "show", str(file), "--compare", other, "--anyway")
+    assert anyway.exit_code == 0
+    assert "not the same: machine another machine" in words(anyway.stdout)
+
+
+def test_json_alone_on_stdout_says_on_stderr_what_is_slower(run, file):
+    fast = changed(file, 1e-9)
+    result = run(*KERNELS, *TINY[:2], "--json", "-", "--compare", str(fast), "--anyway")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["kind"] == "kernels"
+    assert "hal-attn: slower than 1.1: " in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--tokens", "12,x"), "--tokens: got '12,x'; allowed: whole numbers of at least 1"),
-        (("--packed", "4,0"), "--packed: got '4,0'"),
-        (("--kv-heads", "3"), "--kv-heads: got 3; allowed: a divisor of --heads, 4"),
-        (("--dtype", "int8"), "--dtype: got 'int8'; allowed: float32 or bfloat16 or float16"),
-        (("--modes", "ring,rung"), "--modes: got 'rung'; allowed: any of ulysses, ring"),
-        (("--device", "toaster"), "--device: got 'toaster'"),
-        (("--repeats", "0"), "--repeats"),
-        (("--backend", "cpu_flsh"), "did you mean cpu_flash?"),
+        ((*KERNELS, "--shape", "S=5"), "--shape: got 'S=5'"),
+        ((*KERNELS, "--packed", "4,0"), "--packed: got '4,0'"),
+        ((*KERNELS, "--dtype", "int8"), "--dtype: got 'int8'"),
+        ((*KERNELS, "--backend", "cpu_flsh"), "did you mean cpu_flash?"),
+        ((*KERNELS, "--device", "toaster"), "--device: got 'toaster'"),
+        ((*KERNELS, "--slower", "0.5"), "--slower"),
+        ((*KERNELS, "--compare", "none.json"), "--compare: got none.json (No such file or directory)"),
+        ((*KERNELS, "--json", "nowhere/found.json"), "--json: got nowhere/found.json"),
+        ((*KERNELS, "--plot", "nowhere/found.png"), "--plot: got nowhere/found.png"),
+        ((*DISPATCH, "--rounds", "0"), "--rounds"),
+        ((*PACKED, "--batch", "tiny,huge"), "--batch: got 'huge'; allowed: any of skewed, equal, mixed, tiny"),
+        ((*PACKED, "--lengths", "4,x"), "--lengths: got '4,x'"),
+        ((*PACKED, "--backend", "cpu_flsh"), "did you mean cpu_flash?"),
+        (("bench", "show", "none.json"), "FILE: got none.json"),
     ],
 )
-def test_wrong_input_is_named_and_exits_2(run, arguments, message):
-    result = run(*VERB, *SMALL, *arguments)
+def test_wrong_input_is_named_before_anything_is_measured(run, arguments, message):
+    result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in words(result.stderr)
 
 
-def test_only_rank_0_says_what_is_wrong(run, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    result = run(*VERB, "--tokens", "x")
-    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "")
-
-
-def test_a_picture_without_matplotlib_is_an_error_that_says_what_to_install(run, monkeypatch, tmp_path):
+@pytest.mark.parametrize("verb", [KERNELS, DISPATCH, PACKED], ids=lambda verb: verb[1])
+def test_a_picture_without_matplotlib_is_an_error_that_says_what_to_install(run, verb, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = run(*VERB, *SMALL, "--plot", str(tmp_path / "found.png"))
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    result = run(*verb, "--plot", str(tmp_path / "found.png"))
     assert (result.exit_code, result.stdout) == (1, "")
     assert 'pip install "hal-attn[bench]"' in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-class Figure:
-    """Stands in for matplotlib's: keeps what is drawn."""
-
-    def __init__(self, **_):
-        self.drawn = []
-
-    def __getattr__(self, name):
-        def call(*args, **_):
-            self.drawn.append((name, *args))
-            return self
-
-        return call
-
-
-def test_a_picture_has_a_bar_for_each_measured_row_and_the_ideal(monkeypatch, tmp_path):
-    figure = Figure()
-    monkeypatch.setattr(plot, "require_matplotlib", lambda: type("Module", (), {"Figure": lambda **_: figure}))
-    local = Row(PROBLEM, row.LOCAL, False, "cpu_flash", row.FORWARD, ms=8.0)
-    rows = [local, replace(local, name="ring", ms=5.0, ideal=0.8), replace(local, name="other", ms=None, refused="no")]
-    plot.plot(rows, 2, "title", tmp_path / "found.png")
-    drawn = {name: args for name, *args in figure.drawn}
-    assert drawn["barh"][1] == [8.0, 5.0]
-    assert drawn["axvline"] == [4.0]
-    assert drawn["savefig"] == [tmp_path / "found.png"]
-
-
-def test_a_wrong_mode_is_said_and_is_not_ok():
-    local = Row(PROBLEM, row.LOCAL, False, "cpu_flash", row.FORWARD, ms=8.0, exact_error=1e-7)
-    wrong = replace(local, name="ring", ms=5.0, ideal=0.8, error=0.25, wrong=True)
-    console = Console(width=80)
-    with console.capture() as shown:
-        console.print(*table.tables([local, wrong]), sep="\n")
-    assert "ring WRONG: 2.5e-01 from one rank's result" in words(shown.get())
-    assert [r.ok for r in (local, wrong, replace(wrong, peer=True))] == [True, False, True]
-    assert not replace(local, host_waits=1).ok
-    assert row.as_json(replace(wrong, error=float("nan")))["error"] is None
-
-
-def test_mixed_lengths_fill_all_tokens_with_long_and_short():
-    assert mixed_lengths(65536)[:10] == tuple(16384 >> step for step in range(10))
-    for tokens in (1, 31, 40, 1000, 16384, 131072):
-        assert sum(mixed_lengths(tokens)) == tokens
-    for tokens in (64, 1000, 16384):
-        assert max(mixed_lengths(tokens)) <= tokens // 2
-
-
-def test_exact_rows_are_attention_of_their_own_sequence():
-    problem = Problem((3, 5), True, 4, 2, 8, torch.float32, False)
-    query, key, value, _ = problem.tensors(torch.device("cpu"))
-    parts = [
-        torch.nn.functional.scaled_dot_product_attention(
-            *(t[rows].transpose(0, 1)[None] for t in (query, key, value)), enable_gqa=True
-        )[0].transpose(0, 1)
-        for rows in (slice(0, 3), slice(3, 8))
-    ]
-    torch.testing.assert_close(problem.exact(query, key, value), torch.cat(parts)[problem.sampled()])
-
-
-def test_modes_of_two_kinds_divide_the_ranks(monkeypatch):
-    made = []
-    monkeypatch.setattr(contenders, "_groups", made.append)
-    names = [mode.name for mode in contenders.make_modes(["ring", "ulysses x ring", "ulysses x kv_gather"], 6)]
-    assert names == ["ring", "ulysses x ring 2x3", "ulysses x gather 2x3"]
-    assert made == [{"ring": 6}, {"ulysses": 2, "ring": 3}, {"ulysses": 2, "kv_gather": 3}]
-
-
-def test_overlap_is_what_of_the_transfers_lies_under_kernels():
-    def event(name, start, length, cat="kernel"):
-        return {"name": name, "cat": cat, "ts": start, "dur": length}
-
-    events = [
-        event("attention", 0, 10),
-        event("ncclDevKernel_SendRecv", 2, 4),
-        event("merge", 9, 3),
-        event("ncclDevKernel_SendRecv", 11, 4),
-        event("nccl:send", 0, 100, "cpu_op"),
-    ]
-    found = overlap(events)
-    assert (found.computation, found.communication, found.hidden, found.whole) == (12, 8, 5, 15)
-    assert found.part == 5 / 8
-    assert overlap([]).part == 1.0

@@ -178,9 +178,10 @@ def _beside_vendor(
         return varlen_attention(*tensors, sequences=sequences, backend=name)
 
     ours()
+    group = f"{form} on {tensors[0].device.type}, ending in each vendor's own call"
     bare = vendor_call(backend, selection.request, *tensors, sequences)
     if bare is None:
-        return [Timed(f"{form}, {name}", name, ours, ours=True)]
+        return [Timed(f"{form}, {name}", group, ours, ours=True)]
     bare()
-    over = f"the vendor's call of {form}, {name}"
-    return [Timed(over, name, bare), Timed(f"{form}, {name}", name, ours, over, ours=True)]
+    over = f"vendor's own, {form}, {name}"
+    return [Timed(over, group, bare), Timed(f"{form}, {name}", group, ours, over, ours=True)]

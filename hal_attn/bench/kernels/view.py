@@ -120,12 +120,10 @@ def plot(report: Report, path: Path) -> None:
     names = list(dict.fromkeys(row.backend for groups in passes.values() for rows in groups for row in rows))
     colours = dict(zip(names, pictures.COLOURS * 3, strict=False))
     widest = max((sum(len(rows) + 1.5 for rows in groups) for groups in passes.values()), default=8.0)
-    figure = pictures.new_figure(
-        max(9.0, min(19.0, 0.24 * widest + 2)),
-        0.9 + 4.4 * len(passes),
-        "Every backend on every shape",
-        headline(report.facts),
-    )
+    width, height = max(9.0, min(19.0, 0.24 * widest + 2)), 0.9 + 4.4 * len(passes)
+    dtypes = dict.fromkeys(str(row["problem"]["dtype"]) for row in report.rows)
+    facts = f"{headline(report.facts)}; {', '.join(dtypes)}"
+    figure = pictures.new_figure(width, height, "Every backend on every shape", facts)
     panels = figure.subplots(max(1, len(passes)), 1, squeeze=False)
     for (axes,), (which, groups) in zip(panels, passes.items(), strict=False):
         _panel(axes, which, groups, colours)
@@ -136,6 +134,8 @@ def plot(report: Report, path: Path) -> None:
 def _panel(axes: Any, which: str, groups: Sequence[Sequence[Row]], colours: dict[str, str]) -> None:
     pictures.plain(axes, "y")
     top = max(row.teraflops or 0.0 for rows in groups for row in rows)
+    unit, scale = ("TFLOP/s", 1.0) if top >= 1 else ("GFLOP/s", 1e3)
+    top *= scale
     at, middles, labels = 0.0, [], []
     for rows in groups:
         picked = next((row for row in rows if row.chosen), None)
@@ -143,7 +143,7 @@ def _panel(axes: Any, which: str, groups: Sequence[Sequence[Row]], colours: dict
         middles.append(at + (len(rows) - 1) / 2)
         labels.append(_label(rows[0], part))
         for row in rows:
-            height = row.teraflops or 0.0
+            height = (row.teraflops or 0.0) * scale
             axes.bar(
                 at, height, width=0.9, color=colours[row.backend], edgecolor=pictures.WRONG if row.wrong else "none"
             )
@@ -157,7 +157,7 @@ def _panel(axes: Any, which: str, groups: Sequence[Sequence[Row]], colours: dict
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(-1.2, at - 1.3)
     axes.set_ylim(0, top * 1.12)
-    axes.set_ylabel("TFLOP/s", fontsize=9)
+    axes.set_ylabel(unit, fontsize=9)
     axes.set_title(which, fontsize=10, loc="left")
 
 

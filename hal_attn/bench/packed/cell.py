@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hal_attn.bench import timing
-from hal_attn.bench.packed.ways import WAYS, Batch, a_call_a_sequence, call_of
+from hal_attn.bench.packed.ways import WAYS, Batch, call_of, exact
 from hal_attn.bench.timing import Rounds
 from hal_attn.errors import HalAttnError, shortened
 from hal_attn.guard import attempt
@@ -65,14 +65,16 @@ def measured(cell: Cell) -> dict[str, Any]:
     with torch.no_grad(), batch.kernel():
         if cell.way is not None:
             return {"peak": _peak(batch, cell.way)}
-        exact = a_call_a_sequence(batch)
+    with torch.no_grad():
+        truth = exact(batch)
+    with torch.no_grad(), batch.kernel():
         found: dict[str, Any] = {}
         for way, run in WAYS.items():
             output, failure = attempt(partial(run, batch), None)
             if output is None:
                 found[way] = {"failed": shortened(failure, 200)}
             else:
-                found[way] = {"difference": float((output.float() - exact.float()).abs().max())}
+                found[way] = {"difference": float((output.float() - truth).abs().max())}
         calls = {way: call_of(batch, way) for way in WAYS if "failed" not in found[way]}
         for way, samples in timing.interleaved(batch.device, calls, cell.rounds).items():
             found[way]["ms"] = statistics.median(samples)

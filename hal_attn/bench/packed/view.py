@@ -18,7 +18,7 @@ from hal_attn.bench.tables import MEBIBYTE, kept, number, ratio, table
 
 LEGEND = (
     "ms: median of calls in turns. Of best: ms as a multiple of the best other way's than ours. MiB: what the first "
-    "call of a process holds beyond its inputs. Difference: the largest from one call a sequence."
+    "call of a process holds beyond its inputs. Difference: the largest from float32, each sequence alone."
 )
 
 
@@ -59,7 +59,7 @@ def plot(report: Report, path: Path) -> None:
     groups = _groups(report)
     memory = any(row.peak is not None for rows in groups for row in rows)
     title = "Packed batches on a backend that knows only batches"
-    facts = f"{headline(report.facts)}; {report.facts.get('shape', '')}; threads: {report.facts.get('threads', '')}"
+    facts = f"{headline(report.facts, 'shape')}; threads: {report.facts.get('threads', '')}"
     figure = pictures.new_figure(3.4 * len(groups) + 1.6, 5.6 if memory else 3.4, title, facts)
     panels = figure.subplots(2 if memory else 1, len(groups), squeeze=False)
     for place, rows in enumerate(groups):
@@ -73,8 +73,8 @@ def plot(report: Report, path: Path) -> None:
         if memory:
             sizes = [(row.peak or 0.0) / MEBIBYTE for row in measured]
             _bars(panels[1][place], measured, sizes, "MiB", names=place == 0)
-    panels[0][0].plot([], [], color=pictures.WRONG, linestyle="--", label=f"the mark: {MARK} of the best other way")
-    figure.legend(loc="outside lower center", fontsize=9, frameon=False)
+    mark = f"the mark: {MARK} of the best other way"
+    pictures.legend(figure, {"hal_attn": pictures.OURS, "other ways": pictures.PEER, mark: pictures.WRONG})
     pictures.save(figure, path)
 
 
@@ -82,7 +82,7 @@ def _bars(axes: Any, rows: Sequence[Row], values: Sequence[float], unit: str, na
     pictures.plain(axes, "x")
     colours = [pictures.OURS if row.ours else pictures.PEER for row in rows]
     bars = axes.barh(range(len(rows)), values, color=colours, height=0.7)
-    axes.bar_label(bars, [f"{number(value)} {unit}" for value in values], padding=3, fontsize=8)
+    pictures.label(axes, bars, [f"{number(value)} {unit}" for value in values])
     axes.set_yticks(range(len(rows)), [row.way for row in rows] if names else [""] * len(rows))
     axes.invert_yaxis()
-    axes.set_xlim(0, max(values, default=1.0) * 1.3 or 1.0)
+    axes.set_xlim(0, max(values, default=1.0) * 1.35 or 1.0)

@@ -20,11 +20,11 @@ from hal_attn.functional import select_backend, varlen_attention
 from hal_attn.packing import PackedSequences
 
 ROUTE = "padded route"
-# Backends whose kernel PyTorch's own function runs, with less around it than ours has.
+# Backends whose kernel PyTorch's own function runs, with less around it than ours has, by the type of their device.
 _OF_PYTORCH = {
-    "cpu_flash": SDPBackend.FLASH_ATTENTION,
-    "cpu_sdpa": None,
-    "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
+    ("cpu_flash", "cpu"): SDPBackend.FLASH_ATTENTION,
+    ("cpu_sdpa", "cpu"): None,
+    ("torch_cudnn", "cuda"): SDPBackend.CUDNN_ATTENTION,
 }
 
 
@@ -68,14 +68,18 @@ class Batch:
         """Whether it has no packed kernel, so that the padded route serves it."""
         return not self.chosen.implements("forward_varlen")
 
+    @property
+    def _kernel_of(self) -> tuple[str, str]:
+        return self.chosen.name, self.device.type
+
     def kernel(self) -> AbstractContextManager[object]:
         """What must hold while `attend` is called."""
-        kind = _OF_PYTORCH.get(self.chosen.name)
+        kind = _OF_PYTORCH.get(self._kernel_of)
         return nullcontext() if kind is None else sdpa_kernel(kind)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """The kernel itself, `[B, S, H, D]`; `mask` `[B, S]` marks the keys that count."""
-        if self.chosen.name in _OF_PYTORCH:
+        if self._kernel_of in _OF_PYTORCH:
             query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
             hidden = None if mask is None else mask[:, None, None]
             return F.scaled_dot_product_attention(query, key, value, hidden).transpose(1, 2)
@@ -122,6 +126,15 @@ def _padded(batch: Batch, query: Tensor, key: Tensor, value: Tensor, lengths: tu
     counts = torch.tensor(lengths, device=batch.device)
     mask = torch.arange(max(lengths), device=batch.device)[None] < counts[:, None]
     return batch.attend(query, key, value, mask)[mask]
+
+
+def exact(batch: Batch) -> Tensor:
+    """What all of them are to give, in float32: each sequence alone, on whatever kernel PyTorch takes."""
+    outputs = []
+    for rows in zip(*(tensor.float().split(batch.lengths) for tensor in batch.tensors), strict=True):
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in rows)
+        outputs.append(F.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 WAYS: dict[str, Callable[[Batch], Tensor]] = {

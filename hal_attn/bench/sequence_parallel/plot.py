@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -17,14 +18,14 @@ _COLOURS = {"ours": pictures.OURS, "local": pictures.BARE, "peer": pictures.PEER
 def plot(rows: Sequence[Row], ranks: int, title: str, path: Path) -> None:
     """Write the rows as PNG to `path`."""
     panels = [list(found) for _, found in groupby(rows, key=lambda row: (row.problem, row.passes))]
-    columns = min(2, len(panels))
+    columns = min(4, math.ceil(math.sqrt(len(panels))))
     lines = -(-len(panels) // columns)
     height = max(len(panel) for panel in panels) * 0.28 + 1.1
     figure = pictures.require_matplotlib().Figure(figsize=(7.5 * columns, height * lines + 0.6), layout="constrained")
     figure.suptitle(title, fontsize=9)
     for place, panel in enumerate(panels):
         _panel(figure.add_subplot(lines, columns, place + 1), panel, ranks)
-    figure.savefig(path, format="png", dpi=110)
+    pictures.save(figure, path)
 
 
 def _panel(axes: Any, rows: Sequence[Row], ranks: int) -> None:
@@ -57,4 +58,4 @@ def plot_timeline(transfers: Sequence[Interval], kernels: Sequence[Interval], ti
     axes.set_yticks((0, 1), ("kernels", "transfers"))
     axes.set_xlabel("microseconds", fontsize=8)
     axes.set_title(title, fontsize=8)
-    figure.savefig(path, format="png", dpi=110)
+    pictures.save(figure, path)
