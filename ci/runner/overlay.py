@@ -22,8 +22,8 @@ from runner.environment import Environment, NoEnvironment, joined, variables_of
 from runner.options import Options
 from runner.platforms import ROOT
 
-# What the package and its tests cannot do without.
-NEEDED = ("torch", "filelock", "platformdirs", "rich", "typer", "pytest", "hypothesis")
+# What the tests cannot do without, besides what the package requires.
+NEEDED = ("pytest", "hypothesis")
 
 
 def make(options: Options, why: str) -> Environment:
@@ -46,7 +46,7 @@ def make(options: Options, why: str) -> Environment:
     variables = variables_of(options.platform, simulated=bool(options.simulation))
     variables |= {"PATH": joined(own.parent, variables.get("PATH")), "VIRTUAL_ENV": str(folder)}
     environment = Environment(own, variables, why, python)
-    if missing := environment.lacking(*NEEDED):
+    if missing := environment.lacking(*_required(project), *NEEDED):
         remedy = f"carry them as wheels: pip download --dest wheels {' '.join(missing)}, then --wheels wheels"
         raise NoEnvironment(f"{why}; and {python} lacks {', '.join(missing)}", remedy)
     return environment
@@ -82,6 +82,11 @@ def _project() -> dict[str, Any]:
         toml = importlib.import_module("pip._vendor.tomli")
     project: dict[str, Any] = toml.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return project
+
+
+def _required(project: dict[str, Any]) -> list[str]:
+    """The modules of the packages that the project requires; each has the package's name."""
+    return [re.split(r"[^A-Za-z0-9_]", requirement, maxsplit=1)[0].lower() for requirement in project["dependencies"]]
 
 
 def _version() -> str:

@@ -76,7 +76,7 @@ def test_a_folder_without_wheels_is_an_error(options, tmp_path):
 
 
 def test_what_is_missing_is_named_with_the_way_to_carry_it(options, monkeypatch):
-    monkeypatch.setattr(overlay, "NEEDED", ("torch", "no_such_module"))
+    monkeypatch.setattr(overlay, "NEEDED", ("pytest", "no_such_module"))
     with pytest.raises(NoEnvironment) as caught:
         make(options)
     assert caught.value.args[0] == f"no network; and {sys.executable} lacks no_such_module"
@@ -101,3 +101,8 @@ def test_the_vendor_s_script_sets_its_variables_unless_they_are_set(options, tmp
     assert "ASCEND_HOME_PATH" not in variables_of(ascend, simulated=True)
     monkeypatch.setenv("ASCEND_HOME_PATH", "/mine")
     assert variables_of(ascend, simulated=False)["ASCEND_HOME_PATH"] == "/mine"
+
+
+def test_every_package_that_is_required_is_asked_for(options):
+    assert set(overlay._required(PROJECT)) >= {"torch", "rich", "typer", "platformdirs"}
+    assert make(options).lacking(*overlay._required(PROJECT)) == []
