@@ -20,6 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CONSTRAINTS = ROOT / "ci" / "constraints-cpu.txt"
+COMMON = ROOT / "ci" / "constraints-common.txt"
 STUB = HERE / "cann_stub.py"
 # PyTorch first and alone, pinned by the constraints: a looser request would bring a build for an accelerator.
 STEPS = (
@@ -32,7 +33,7 @@ CONTRACT = "tests/vendors/ascend_contract"
 
 def fingerprint() -> str:
     """Changes with anything that the environment is made from."""
-    made_from = (Path(__file__), STUB, CONSTRAINTS, ROOT / "pyproject.toml")
+    made_from = (Path(__file__), STUB, CONSTRAINTS, COMMON, ROOT / "pyproject.toml")
     content = b"".join(path.read_bytes() for path in made_from)
     return hashlib.sha256(content + sys.version.encode() + str(ROOT).encode()).hexdigest()
 

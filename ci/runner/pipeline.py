@@ -1,0 +1,63 @@
+"""The steps in their order. One that fails stops none after it; one that breaks has failed."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+
+from runner import bench, conformance, detection, device, tests
+from runner.environment import Environment
+from runner.options import STEPS, Options
+from runner.preparing import prepare
+from runner.result import Result, Status
+
+IN_ENVIRONMENT: dict[str, Callable[[Options, Environment], Result]] = {
+    "detection": detection.check,
+    "unit": tests.unit,
+    "hardware": tests.hardware,
+    "conformance": conformance.check,
+    "bench": bench.check,
+}
+
+
+def run(options: Options, tell: Callable[[Result], None]) -> list[Result]:
+    """Every step that was asked for, in order; `tell` hears each result as soon as it is there."""
+    results: list[Result] = []
+
+    def keep(result: Result) -> None:
+        results.append(result)
+        tell(result)
+
+    if "device" in options.steps:
+        keep(_guarded("device", options, lambda: device.check(options)))
+    if options.steps == ("device",):
+        return results
+    # What follows needs it, so it is made and reported even where only later steps are asked for.
+    made: list[Environment] = []
+
+    def make() -> Result:
+        environment, result = prepare(options)
+        made.extend([environment] if environment else [])
+        return result
+
+    keep(_guarded("environment", options, make))
+    for step in (step for step in STEPS if step in options.steps and step in IN_ENVIRONMENT):
+        if made:
+            keep(_guarded(step, options, lambda step=step: IN_ENVIRONMENT[step](options, made[0])))  # type: ignore[misc]
+        else:
+            keep(Result(step, Status.FAILED, "no environment to run it in", "see the step environment"))
+    return results
+
+
+def _guarded(step: str, options: Options, check: Callable[[], Result]) -> Result:
+    start = time.monotonic()
+    try:
+        return check()
+    except Exception as error:
+        log = options.log_folder / f"{step}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exc(file=file)
+        reason = f"ci/run itself broke: {type(error).__name__}: {error}"
+        return Result(step, Status.FAILED, reason, f"read {log}", time.monotonic() - start)

@@ -1,0 +1,73 @@
+"""Commands: their output in the log, their end in words, and a time limit that leaves nothing running."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runner import process
+
+
+def run(log, code, minutes=1.0):
+    command = [sys.executable, "-c", code]
+    return process.run(command, log, variables=os.environ, folder=Path("/"), timeout_minutes=minutes)
+
+
+def test_output_goes_to_the_end_of_the_log(tmp_path):
+    log = tmp_path / "logs" / "a.log"
+    assert run(log, "print('one')").ok
+    done = run(log, "import sys; print('two'); print('three', file=sys.stderr)")
+    assert done.ok
+    assert done.tail.split() == ["two", "three"]
+    assert log.read_text().count("\n$ ") == 1
+    assert "one" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "ending"),
+    [("raise SystemExit(3)", "exit status 3"), ("import os; os.kill(os.getpid(), 11)", "ended by signal SIGSEGV")],
+)
+def test_how_it_ended_is_said(code, ending, tmp_path):
+    assert run(tmp_path / "a.log", code).ending == ending
+
+
+@pytest.mark.parametrize(
+    ("output", "verdict"),
+    [("ERROR: no such thing\nnote: see pip", "ERROR: no such thing"), ("one\ntwo\n\n", "two"), ("", "no output")],
+)
+def test_the_verdict_is_the_error_or_the_last_word(output, verdict):
+    assert process.Completed(1, 0.0, output).verdict == verdict
+
+
+def test_a_command_that_is_not_there_is_no_traceback(tmp_path):
+    done = process.run(["/no/such/command"], tmp_path / "a.log", variables={}, folder=tmp_path, timeout_minutes=1)
+    assert (done.returncode, done.ok) == (127, False)
+    assert "/no/such/command" in done.verdict
+
+
+def test_at_the_time_limit_its_children_end_too(tmp_path):
+    child = tmp_path / "child"
+    code = (
+        "import subprocess, sys, time\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(child)!r}, 'w').write(str(p.pid))\n"
+        "time.sleep(60)"
+    )
+    done = run(tmp_path / "a.log", code, minutes=0.05)
+    assert done.returncode is None
+    assert "its time limit" in done.ending
+    assert _ended(int(child.read_text()))
+
+
+def _ended(pid):
+    """Whether the process is gone or only waits to be collected by whoever inherited it."""
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
