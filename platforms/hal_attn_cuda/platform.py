@@ -44,6 +44,7 @@ class CudaPlatform(Platform):
     """
 
     name = "cuda"
+    api_version = 1
     device_type = "cuda"
     process_group_backend = "nccl"
 
