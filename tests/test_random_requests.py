@@ -12,8 +12,8 @@ from hypothesis import given, note, settings
 
 import hal_attn
 from hal_attn import PackedSequences, reference_attention, reference_varlen_attention
+from hal_attn.testing.plain import plain_attention
 from tests.arguments import simulating
-from tests.plain import plain_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Requests in a thousand of the profile's, by the device that they are drawn for.

@@ -1,22 +1,29 @@
 """Attention by plain PyTorch operators in the dtype of the inputs: the yardstick of the precision rule, no oracle."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
+from torch import Tensor
+
+from hal_attn.packing import PackedSequences
 
 
 def plain_attention(
-    query,
-    key,
-    value,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
-    scale=None,
-    causal=False,
-    window_size=None,
-    mask=None,
-    key_padding_mask=None,
-    softcap=0.0,
-    sinks=None,
-    alibi_slopes=None,
-):
+    scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] | None = None,
+    mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """`[B, S, H, D]` inputs -> (output `[B, Sq, H, Dv]`, LSE `[B, H, Sq]`), everything in the dtype of `query`."""
     dtype = query.dtype
     group = query.shape[2] // key.shape[2]
@@ -54,3 +61,20 @@ def plain_attention(
     weights = torch.softmax(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
     lse = torch.logsumexp(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead[..., 0], -torch.inf)
     return (weights @ v).transpose(1, 2), lse
+
+
+def plain_varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`plain_attention` one sequence at a time: output `[Tq, H, Dv]`, LSE `[H, Tq]`."""
+    slopes = options.pop("alibi_slopes", None)
+    rows = query.split(sequences.lengths), key.split(sequences.lengths_k), value.split(sequences.lengths_k)
+    outputs, lses = [], []
+    for index, (q, k, v) in enumerate(zip(*rows, strict=True)):
+        own = slopes if slopes is None or slopes.dim() == 1 else slopes[index]
+        output, lse = plain_attention(q[None], k[None], v[None], alibi_slopes=own, **options)
+        outputs.append(output[0])
+        lses.append(lse[0])
+    if not outputs:
+        return query.new_zeros(0, query.shape[1], value.shape[2]), query.new_zeros(query.shape[1], 0).float()
+    return torch.cat(outputs), torch.cat(lses, 1)
