@@ -148,7 +148,7 @@ def _over_views(short: BoundCall, request: AttentionRequest, general: BoundCall)
     inputs sees.
     """
     count, length_q, length_k = request.batch, request.seqlen_q, request.seqlen_k
-    if not (request.uniform and length_q and length_k):
+    if request.return_lse or not (request.uniform and length_q and length_k):
         return general
     if (count * length_q, count * length_k) != (request.tokens_q, request.tokens_k):
         return general
