@@ -102,7 +102,12 @@ def fallback(operator: Any, *args: Any, **kwargs: Any) -> Any:
         return given
 
     args, kwargs = pytree.tree_map(to_cpu, (args, kwargs))
-    return pytree.tree_map(to_device, operator(*args, **kwargs))
+    found = operator(*args, **kwargs)
+    # A view is an inference tensor if its base is, whatever the mode; everything else follows the mode.
+    is_view = any(returned.alias_info is not None for returned in operator._schema.returns)
+    given = [tensor.is_inference() for _, tensor in twins.values()]
+    with torch.inference_mode(any(given) if is_view else torch.is_inference_mode_enabled()):
+        return pytree.tree_map(to_device, found)
 
 
 def _check_device(operator: Any, value: Tensor) -> None:

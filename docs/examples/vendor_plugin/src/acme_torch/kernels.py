@@ -24,11 +24,12 @@ def packed_attention(
         raise RuntimeError("packed_attention: float32, one shape of heads for query, key and value")
     outputs, lses, begin, begin_k = [], [], 0, 0
     for end, end_k in zip(ends, ends_k, strict=True):
-        scores = torch.einsum("qhd,khd->hqk", query[begin:end], key[begin_k:end_k]) * factor
+        q, k, v = query[begin:end], key[begin_k:end_k], value[begin_k:end_k]
+        scores = q.transpose(0, 1) @ k.permute(1, 2, 0) * factor
         if triangle:
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[begin_k:end_k]))
-        lses.append(scores.logsumexp(-1).T / math.log(2))
+        outputs.append((scores.softmax(-1) @ v.transpose(0, 1)).transpose(0, 1))
+        lses.append(_base_2(scores).T)
         begin, begin_k = end, end_k
     return torch.cat(outputs), torch.cat(lses)
 
@@ -49,12 +50,17 @@ def fused_attention(
     """
     if query.dtype != torch.float16 or query.shape[3] % 16 or query.shape[2] != key.shape[2]:
         raise RuntimeError("fused_attention: float16, head dims in steps of 16, as many key heads as query heads")
-    scores = torch.einsum("bqhd,bkhd->bhqk", query.float(), key.float()) * factor
+    q, k, v = (tensor.float().transpose(1, 2) for tensor in (query, key, value))
+    scores = q @ k.transpose(2, 3) * factor
     place = torch.arange(query.shape[1], device=query.device)[:, None] + key.shape[1] - query.shape[1]
     ahead = torch.arange(key.shape[1], device=query.device)[None] - place
     if before is not None:
         scores = scores.masked_fill(ahead < -before, -torch.inf)
     if after is not None:
         scores = scores.masked_fill(ahead > after, -torch.inf)
-    output = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value.float()).to(query.dtype)
-    return output, scores.logsumexp(-1).transpose(1, 2) / math.log(2) if with_lse else None
+    output = (scores.softmax(-1) @ v).transpose(1, 2).to(query.dtype)
+    return output, _base_2(scores).transpose(1, 2) if with_lse else None
+
+
+def _base_2(scores: Tensor) -> Tensor:
+    return (scores.double().logsumexp(-1) / math.log(2)).float()

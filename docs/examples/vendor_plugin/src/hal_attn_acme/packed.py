@@ -126,7 +126,9 @@ class AcmePackedBackend(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         ends, ends_k = ((query.shape[0],), (key.shape[0],)) if sequences is None else _ends(sequences)
         if causal and ends != ends_k:
-            rule = Refusal("causal", "a chunk whose keys are not its queries'", "equal lengths, its triangle is top-left")
+            rule = Refusal(
+                "causal", "a chunk whose keys are not its queries'", "equal lengths, its triangle is top-left"
+            )
             raise UnsupportedAttentionError("acme_packed does not take this ring chunk", [(self.name, (rule,))])
         return self._run(query, key, value, ends, ends_k, scale, causal)
 
@@ -143,7 +145,7 @@ class AcmePackedBackend(AttentionBackend):
         """The kernel, in the conventions of hal_attn: output `[T, H, D]`, natural LSE `[H, T]` in float32."""
         factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
         output, lse = self._library().packed_attention(query, key, value, ends, ends_k, factor, causal)
-        return output, (lse * math.log(2)).transpose(0, 1)
+        return output, (lse.double() * math.log(2)).float().transpose(0, 1)
 
 
 def _ends(sequences: PackedSequences) -> tuple[tuple[int, ...], tuple[int, ...]]:
