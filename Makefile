@@ -10,7 +10,7 @@ QUERY ?=
 VENDOR_SOURCES := $(VENV)/vendor-sources
 ASCEND_VENV ?= .venv-ascend
 
-.PHONY: demo test check lint types contracts unit vendor-sources ascend-contract clean
+.PHONY: demo test check lint types contracts unit browser vendor-sources ascend-contract clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/hal-attn demo $(if $(QUERY),"$(QUERY)")
@@ -29,8 +29,12 @@ types: $(VENV)/.test
 contracts: $(VENV)/.test
 	$(VENV)/bin/lint-imports
 
-unit: $(VENV)/.test vendor-sources
+unit: $(VENV)/.test vendor-sources browser
 	VENDOR_SOURCES=$(VENDOR_SOURCES) $(RUN) -m pytest -n 2 --dist worksteal
+
+# Chromium, in which the tests open the report of `hal-attn verify`.
+browser:
+	ci/browser
 
 # The sources of vendors' newest releases, whose signatures the tests compare; `rm -r` the folder to look for newer ones.
 vendor-sources: $(VENV)/.test

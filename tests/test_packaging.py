@@ -28,6 +28,7 @@ def test_every_package_is_in_the_wheel_and_typed(wheel):
         assert package == "hal_attn" or f"{package}/platform.py" in names
     assert {name.partition("/")[0] for name in names if not name.startswith("hal_attn-")} == set(PACKAGES)
     assert "hal_attn/demo/data/alice.txt" in names
+    assert {"hal_attn/testing/templates/report.html", "hal_attn/testing/templates/report.css"} <= set(names)
 
 
 def test_the_wheel_declares_platforms_and_command(wheel):
@@ -45,4 +46,4 @@ def test_only_pytorch_and_small_packages_are_required(wheel):
         for line in metadata.splitlines()
         if line.startswith("Requires-Dist: ") and "extra ==" not in line
     }
-    assert required == {"torch", "filelock", "platformdirs", "rich", "typer"}
+    assert required == {"torch", "filelock", "jinja2", "platformdirs", "rich", "typer"}

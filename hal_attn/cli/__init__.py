@@ -15,6 +15,7 @@ VERBS = {
     "doctor": "What is here: usable, or why not and what to do.",
     "env": "Every environment variable and its value now.",
     "explain": "Which backend a call would take, and why.",
+    "verify": "Whether each backend is right, as a report.",
     "demo": "A real model on real text, packed.",
 }
 
