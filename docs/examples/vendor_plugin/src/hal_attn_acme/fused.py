@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
-
 from hal_attn import Capabilities
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult
+from torch import Tensor
 
 
 class AcmeFusedBackend(BatchedKernel):

@@ -9,8 +9,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from hal_attn import (
     AttentionBackend,
     AttentionMetadata,
@@ -21,6 +19,7 @@ from hal_attn import (
     Refusal,
     UnsupportedAttentionError,
 )
+from torch import Tensor
 
 Result = Tensor | tuple[Tensor, Tensor]
 

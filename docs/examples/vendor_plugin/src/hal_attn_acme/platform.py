@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from hal_attn import AttentionBackend, AttentionRequest, Detection, DeviceInfo, Platform, Refusal
 from hal_attn.portable.math import MathBackend
 from hal_attn.probing import DeviceKind, is_findable, versions_of
+
 from hal_attn_acme.fused import AcmeFusedBackend
 from hal_attn_acme.packed import AcmePackedBackend
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from hal_attn.portable.math import MathBackend
 from hal_attn.simulation.attention import Attended, Band, attend, attend_packed
 from hal_attn.simulation.platform import SimulatedPlatform
 from hal_attn.simulation.spec import SimulationSpec
+from torch import Tensor
+
 from hal_attn_acme.fused import AcmeFusedBackend
 from hal_attn_acme.packed import AcmePackedBackend
 from hal_attn_acme.platform import AcmePlatform
