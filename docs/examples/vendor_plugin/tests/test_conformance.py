@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from hal_attn.testing import check_backend
+
 from hal_attn_acme.platform import AcmePlatform
 
 PLATFORM = AcmePlatform()
