@@ -13,7 +13,8 @@ class Refusal:
         rule: the rule's short name, an argument's where there is one ("dtype", "causal", "installed").
         have: what the request or the machine has.
         need: what the backend needs.
-        hint: what to do about it; empty where nothing helps but another backend.
+        hint: what to do about it; empty where nothing helps but another backend. A refusal of what Capabilities claims,
+            on this device or with this build, has one.
     """
 
     rule: str

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.packing import PackedSequences
+from hal_attn.refusal import Refusal
 from hal_attn.testing.outcome import PASSED, Outcome, Planned, failed, not_run
 from hal_attn.testing.problem import Base, Problem, batched, varlen
 from hal_attn.testing.values import Subject, judge_output, right_answer
@@ -20,30 +23,33 @@ OTHERS = (20, 1, 37)
 
 def plans(subject: Subject, base: Base, batches: bool, packs: bool) -> Iterator[Planned]:
     """All checks of this module."""
+    made: dict[str, tuple[str, str, Callable[[Subject, Base], Outcome]]] = {}
+    hooks = subject.road.backend.implements
     if packs:
-        for name, run in (
-            ("layers with other values", _other_values),
-            ("other lengths with the same total", _other_lengths),
-            ("other options on the same batch", _other_options),
-            ("made in inference mode", _inference_mode),
-            ("offsets that only the device knows", _device_offsets),
-        ):
-            yield _planned(f"packed, {name}", "metadata", "metadata", run, subject, base)
-        if subject.road.backend.implements("forward_varlen"):
-            yield _planned("forward_varlen by hand", "contract", "contract", _by_hand, subject, base)
-    if batches and subject.road.backend.implements("forward"):
-        yield _planned("forward by hand", "contract", "contract", _forward_by_hand, subject, base)
+        made |= {f"packed, {name}": ("metadata", "metadata", run) for name, run in _SHARED.items()}
+    if packs and hooks("forward_varlen"):
+        made["forward_varlen by hand"] = ("contract", "contract", _by_hand)
+    if batches and hooks("forward"):
+        made["forward by hand"] = ("contract", "contract", _forward_by_hand)
+    for name, (feature, rule, run) in made.items():
+        yield Planned(name, feature, rule, partial(run, subject, base))
+    yield from _no_waiting(subject, base, batches, packs)
+
+
+def _no_waiting(subject: Subject, base: Base, batches: bool, packs: bool) -> Iterator[Planned]:
+    kind = subject.road.device.type
+    if kind != "cuda":
+        where = "CPU tensors" if kind == "cpu" else f"{kind} devices"
+        text = f"PyTorch reports waits on CUDA and ROCm devices only, and not on {where}"
+        refusal = Refusal("device", kind, "cuda")
+        yield Planned("no waiting", "no waiting", "no waiting", lambda: not_run(text), refusals=(refusal,))
+        return
     if batches:
-        yield _planned("no waiting", "no waiting", "no waiting", lambda s, b: _waits(s, batched(b)), subject, base)
+        yield Planned("no waiting", "no waiting", "no waiting", partial(_waits, subject, batched(base)))
     if packs:
-        run = lambda s, b: _waits(s, varlen(b, QUERIES, causal=True))  # noqa: E731
-        yield _planned("packed, no waiting", "no waiting", "no waiting", run, subject, base)
-
-
-def _planned(
-    name: str, feature: str, rule: str, run: Callable[[Subject, Base], Outcome], subject: Subject, base: Base
-) -> Planned:
-    return Planned(name, feature, rule, lambda: run(subject, base))
+        causal = varlen(base, QUERIES, causal=True)
+        problem = varlen(base, QUERIES) if subject.road.refusals(causal) else causal
+        yield Planned("packed, no waiting", "no waiting", "no waiting", partial(_waits, subject, problem))
 
 
 def _other_values(subject: Subject, base: Base) -> Outcome:
@@ -131,11 +137,6 @@ def _forward_by_hand(subject: Subject, base: Base) -> Outcome:
 
 def _waits(subject: Subject, problem: Problem) -> Outcome:
     device = subject.road.device
-    if device.type != "cuda":
-        where = "a simulated device" if subject.road.platform.simulated else f"{device.type} tensors"
-        return not_run(f"PyTorch can only report waits on CUDA and ROCm devices, and this is {where}")
-    if subject.road.refusals(problem):
-        problem = varlen(Base(problem.query.dtype, problem.query.shape[-1]), QUERIES)
     given = problem.on(device)
     with torch.no_grad():
         subject.road.run(given)
@@ -153,3 +154,14 @@ def _waits(subject: Subject, problem: Problem) -> Outcome:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return PASSED
+
+
+_SHARED = MappingProxyType(
+    {
+        "layers with other values": _other_values,
+        "other lengths with the same total": _other_lengths,
+        "other options on the same batch": _other_options,
+        "made in inference mode": _inference_mode,
+        "offsets that only the device knows": _device_offsets,
+    }
+)

@@ -134,6 +134,10 @@ def _masks() -> Iterator[Case]:
     yield _batched("float mask in float32", "float mask", "bias", mask=float_mask(dtype=FLOAT32))
     yield _batched("float mask, causal", "float mask", "visible keys", 37, 37, mask=float_mask(), causal=True)
     yield _batched("float mask, scale", "float mask", "bias", mask=float_mask(), scale=0.3)
+    yield _batched("bool mask, window", "window", "visible keys", mask=bool_mask(), window_size=(9, 3))
+    feature = "causal, unequal lengths"
+    yield _batched("bool mask, causal, 37 queries", feature, "visible keys", mask=bool_mask(), causal=True)
+    yield _batched("padding, batch of 1", "key padding mask", "masks", batch=1, key_padding_mask=padding())
     for kind in ("end", "start", "holes", "all"):
         rule = "blind rows" if kind == "all" else "masks"
         yield _batched(f"padding, {kind}", "key padding mask", rule, key_padding_mask=padding(kind))
@@ -159,6 +163,7 @@ def _values() -> Iterator[Case]:
     yield _batched("large logits", "large values", "precision", spread=6.0)
     yield _batched("large logits, causal", "large values", "precision", 37, 37, spread=6.0, causal=True)
     yield Case("many keys, values around 1", "dtype", "precision", _many_keys, every_dtype=True)
+    yield Case("packed, many keys, values around 1", "dtype", "precision", _many_packed_keys, every_dtype=True)
     yield Case("large values", "large values", "precision", lambda base: _shifted(batched(base), 50.0), full=True)
 
 
@@ -166,6 +171,11 @@ def _many_keys(base: Base) -> Problem:
     # In float64 the oracle's own sums round as much as those that it judges: fewer of them.
     keys = 150 if base.dtype == torch.float64 else 1500
     return _shifted(batched(base, 5, keys, batch=1, heads=2), 1.0)
+
+
+def _many_packed_keys(base: Base) -> Problem:
+    keys = (90, 60) if base.dtype == torch.float64 else (900, 600)
+    return _shifted(varlen(base, (5, 3), keys, heads=2), 1.0)
 
 
 def _shifted(problem: Problem, by: float) -> Problem:

@@ -65,18 +65,20 @@ def _kept(subject: Subject, feature: str, planned: list[Planned]) -> Outcome:
     own = [each for each in planned if each.feature == feature]
     if any(not each.refusals for each in own):
         return PASSED
+    helped = [[r for r in each.refusals if _would_help(subject, r)] for each in own]
+    if own and all(helped):
+        return not_run(f"claimed, and refused here: {helped[0][0]}")
     refusals = list(dict.fromkeys(refusal for each in own for refusal in each.refusals))
-    if refusals and all(_of_this_device(subject, refusal) for refusal in refusals):
-        return not_run(f"claimed, and refused on this device: {refusals[0]}")
     reasons = "; ".join(map(str, refusals[:3])) or "no hook of it can be called so"
-    return failed(f"{feature} is claimed, but every call with it is refused: {reasons}", "claims")
+    text = f"{feature} is claimed, but every call with it is refused, with no hint that would help: {reasons}"
+    return failed(text, "claims")
 
 
-def _of_this_device(subject: Subject, refusal: Refusal) -> bool:
-    """The refusal is about the device here or a library's version: another machine may take the call."""
+def _would_help(subject: Subject, refusal: Refusal) -> bool:
+    """The refusal is about this device, build or mode, and says what would help: the call may be taken elsewhere."""
     architectures = [info.architecture for info in subject.road.platform.devices() if info.architecture]
     text = str(refusal)
-    return refusal.rule == "device" or any(name in text for name in architectures)
+    return bool(refusal.hint) or refusal.rule == "device" or any(name in text for name in architectures)
 
 
 def _described(subject: Subject) -> Outcome:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -73,10 +75,14 @@ def _failure(what: str, comparison: Comparison, known: tuple[str, str] | None, r
 
 
 def _closest(
-    known: list[tuple[str, str, object]], problem: Problem, found: Tensor, right: Tensor, part: int
+    known: list[tuple[str, str, Callable[[Problem], tuple[Tensor, Tensor]]]],
+    problem: Problem,
+    found: Tensor,
+    right: Tensor,
+    part: int,
 ) -> tuple[str, str] | None:
     for text, rule, answer in known:
-        wrong, failure = attempt(lambda answer=answer: answer(problem)[part], None)  # type: ignore[misc, operator]
+        wrong, failure = attempt(lambda answer=answer: answer(problem)[part], None)  # type: ignore[misc]
         if not failure and wrong is not None and _near(found, wrong, right):
             return text, rule
     return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hal_attn.refusal import Refusal
 from hal_attn.testing.outcome import Outcome, Planned, failed, not_run, passed
 from hal_attn.testing.precision import compare
 from hal_attn.testing.problem import Base, Problem, batched, varlen
@@ -20,24 +22,36 @@ LENGTHS = (37, 1, 20)
 def plans(subject: Subject, base: Base, batches: bool, packs: bool) -> Iterator[Planned]:
     """All checks of this module; `batches` and `packs` say which plain calls the backend takes."""
     if batches:
-        yield _neighbour("other elements of the batch", subject, batched(base), slice(1, None), slice(1, None), (0,))
-        hidden = _hidden_keys(base)
-        for name, problem in hidden.items():
-            yield _finite(name, subject, problem)
-        for name, problem in hidden.items():
-            yield _not_a_number(name, subject, problem)
+        rest = slice(1, None)
+        yield _neighbour("other elements of the batch", subject, batched(base), rest, rest, (0,))
+        yield from _hidden(subject, base)
     if packs:
-        changed = slice(37, 38)
+        one, kept = slice(37, 38), (slice(0, 37), slice(38, None))
         for causal in (False, True):
-            problem = varlen(base, LENGTHS, **({"causal": True} if causal else {}))
-            name = "packed, a neighbour" + (", causal" if causal else "")
-            yield _neighbour(name, subject, problem, changed, changed, (slice(0, 37), slice(38, None)))
+            problem = varlen(base, LENGTHS, causal=causal)
+            if not subject.road.refusals(problem):
+                name = "packed, a neighbour" + (", causal" if causal else "")
+                yield _neighbour(name, subject, problem, one, one, kept)
+        run = partial(_rows_stay, subject, varlen(base, LENGTHS), one, one, kept, nan=True)
+        yield Planned("packed, NaN in a neighbour", "neighbours", "packed", run)
+
+
+def _hidden(subject: Subject, base: Base) -> Iterator[Planned]:
+    """Keys that a call hides: a call that is refused has its check elsewhere."""
+    taken = {name: problem for name, problem in _hidden_keys(base).items() if not subject.road.refusals(problem)}
+    for name, problem in taken.items():
+        run = partial(_finite, subject, problem, name)
+        yield Planned(f"hidden by {name}, changed", "neighbours", "hidden values", run)
+    if not subject.road.backend.capabilities.masked_values_ignored:
+        text = "masked_values_ignored is not claimed: NaN at hidden keys may reach the output"
+        refusal = Refusal("masked_values_ignored", "not claimed", "claimed")
         yield Planned(
-            "packed, NaN in a neighbour",
-            "neighbours",
-            "packed",
-            lambda: _rows_stay(subject, varlen(base, LENGTHS), changed, changed, (slice(0, 37), slice(38, None)), True),
+            "NaN at hidden keys", "hidden values", "hidden values", lambda: not_run(text), refusals=(refusal,)
         )
+        return
+    for name, problem in taken.items():
+        run = partial(_not_a_number, subject, problem, name)
+        yield Planned(f"NaN hidden by {name}", "hidden values", "hidden values", run)
 
 
 def _hidden_keys(base: Base) -> dict[str, Problem]:
@@ -66,12 +80,8 @@ def _neighbour(
     name: str, subject: Subject, problem: Problem, rows_q: slice, rows_k: slice, kept: tuple[Any, ...]
 ) -> Planned:
     rule = "packed" if problem.packed else "hidden values"
-    return Planned(
-        f"{name} changed",
-        "neighbours",
-        rule,
-        lambda: _refused(subject, problem) or _rows_stay(subject, problem, rows_q, rows_k, kept, False),
-    )
+    run = partial(_rows_stay, subject, problem, rows_q, rows_k, kept, nan=False)
+    return Planned(f"{name} changed", "neighbours", rule, run)
 
 
 def _rows_stay(
@@ -91,46 +101,27 @@ def _rows_stay(
     return Outcome("passed")
 
 
-def _finite(name: str, subject: Subject, problem: Problem) -> Planned:
-    def run() -> Outcome:
-        keys, queries = _hidden_rows(name)
-        _, key, value = problem.tensors
-        other = replace(problem, key=_stirred(key, (slice(None), keys)), value=_stirred(value, (slice(None), keys)))
-        before, after = (_output(subject, each)[:, queries] for each in (problem, other))
-        if _same(before, after, subject, problem):
-            return Outcome("passed")
-        return failed(f"values at keys that {name} hides changed rows that may not see them", "hidden values")
-
-    return Planned(
-        f"hidden by {name}, changed", "neighbours", "hidden values", lambda: _refused(subject, problem) or run()
-    )
+def _finite(subject: Subject, problem: Problem, name: str) -> Outcome:
+    keys, queries = _hidden_rows(name)
+    place = (slice(None), keys)
+    other = replace(problem, key=_stirred(problem.key, place), value=_stirred(problem.value, place))
+    before, after = (_output(subject, each)[:, queries] for each in (problem, other))
+    if _same(before, after, subject, problem):
+        return Outcome("passed")
+    return failed(f"values at keys that {name} hides changed rows that may not see them", "hidden values")
 
 
-def _not_a_number(name: str, subject: Subject, problem: Problem) -> Planned:
-    def run() -> Outcome:
-        if not subject.road.backend.capabilities.masked_values_ignored:
-            return not_run("masked_values_ignored is not claimed: NaN at hidden keys may reach the output")
-        keys, queries = _hidden_rows(name)
-        _, key, value = problem.tensors
-        right = right_answer(problem)
-        place = (slice(None), keys)
-        for what in (torch.nan, torch.inf):
-            other = replace(problem, key=_spoilt(key, place, what), value=_spoilt(value, place, what))
-            found = _output(subject, other)[:, queries]
-            comparison = compare(found, right.output[:, queries], right.plain_output[:, queries])
-            if not comparison.ok:
-                return failed(f"{what} at keys that {name} hides: {comparison}", "hidden values", comparison)
-        return passed(comparison)
-
-    return Planned(
-        f"NaN hidden by {name}", "hidden values", "hidden values", lambda: _refused(subject, problem) or run()
-    )
-
-
-def _refused(subject: Subject, problem: Problem) -> Outcome | None:
-    """ "not run" where the call is refused: its refusal is another check's."""
-    refusals = subject.road.refusals(problem)
-    return not_run(f"the call is refused ({refusals[0]})") if refusals else None
+def _not_a_number(subject: Subject, problem: Problem, name: str) -> Outcome:
+    keys, queries = _hidden_rows(name)
+    right = right_answer(problem)
+    place = (slice(None), keys)
+    for what in (torch.nan, torch.inf):
+        other = replace(problem, key=_spoilt(problem.key, place, what), value=_spoilt(problem.value, place, what))
+        found = _output(subject, other)[:, queries]
+        comparison = compare(found, right.output[:, queries], right.plain_output[:, queries])
+        if not comparison.ok:
+            return failed(f"{what} at keys that {name} hides: {comparison}", "hidden values", comparison)
+    return passed(comparison)
 
 
 def _output(subject: Subject, problem: Problem) -> Tensor:

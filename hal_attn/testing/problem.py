@@ -199,5 +199,5 @@ def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _sets(shape: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[str, ...]:
     named = {"kv_heads": "heads", "heads": "heads", "head_dim": "head_dim", "value_head_dim": "value_head_dim"}
-    named["dtype"] = "dtype"
+    named |= {"dtype": "dtype", "batch": "batch"}
     return (*(named[name] for name in shape if name in named), *options)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hal_attn.backend import AttentionBackend
 from hal_attn.packing import PackedSequences
 from hal_attn.states import merge_attention_states
 from hal_attn.testing.outcome import Outcome, Planned, failed, not_run, passed
@@ -22,21 +24,25 @@ CUTS = ((0, 40), (0, 13, 40), (0, 1, 2, 39, 40))
 
 def plans(subject: Subject, base: Base) -> Iterator[Planned]:
     """All checks of this module, for a backend that has the ring hook."""
-    calls: dict[str, dict[str, Any]] = {"plain": {}, "scale": {"scale": 0.3}, "softcap": {"softcap": 0.8}}
-    for name, options in calls.items():
-        problem = varlen(base, (24,), (40,), kv_heads=2 if base.heads % 2 == 0 else None, **options)
-        yield Planned(f"ring, {name}", "ring merge", "merging", lambda problem=problem: _merges(subject, problem))
-    causal = varlen(base, (40,), causal=True)
-    yield Planned("ring, causal", "ring merge", "merging", lambda: _causal(subject, causal))
-    several = varlen(base, (20, 12))
-    yield Planned("ring, several sequences", "ring merge", "merging", lambda: _several(subject, several))
-    yield Planned("ring, gradients of a part", "ring merge", "gradients", lambda: _backward(subject, base))
+    grouped = 2 if base.heads % 2 == 0 else None
+    calls: dict[str, tuple[Callable[[Subject, Problem], Outcome], Problem]] = {
+        "plain": (_merges, varlen(base, (24,), (40,))),
+        "2 key heads": (_merges, varlen(base, (24,), (40,), kv_heads=grouped)),
+        "scale": (_merges, varlen(base, (24,), (40,), scale=0.3)),
+        "softcap": (_merges, varlen(base, (24,), (40,), softcap=0.8)),
+        "causal": (_causal, varlen(base, (40,), causal=True)),
+        "several sequences": (_several, varlen(base, (20, 12))),
+    }
+    parameters = _parameters(subject)
+    for name, (run, problem) in calls.items():
+        given = (*problem.options, *(("sequences",) if run is _several else ()))
+        if set(given) <= set(parameters) and not subject.road.refusals(problem, return_lse=True):
+            yield Planned(f"ring, {name}", "ring merge", "merging", partial(run, subject, problem))
+    if type(subject.road.backend).backward_varlen is not AttentionBackend.backward_varlen:
+        yield Planned("ring, gradients of a part", "ring merge", "gradients", partial(_backward, subject, base))
 
 
 def _merges(subject: Subject, problem: Problem) -> Outcome:
-    missing = _missing(subject, problem)
-    if missing is not None:
-        return missing
     right = right_answer(problem)
     query, key, value = problem.on(subject.road.device).tensors
     outcome = Outcome("passed")
@@ -51,9 +57,6 @@ def _merges(subject: Subject, problem: Problem) -> Outcome:
 
 def _causal(subject: Subject, problem: Problem) -> Outcome:
     """The second half of the queries: all of the first half of the keys, and a causal square of its own."""
-    missing = _missing(subject, problem)
-    if missing is not None:
-        return missing
     right = right_answer(problem)
     query, key, value = problem.on(subject.road.device).tensors
     first, second = slice(0, 20), slice(20, 40)
@@ -69,11 +72,6 @@ def _causal(subject: Subject, problem: Problem) -> Outcome:
 
 def _several(subject: Subject, problem: Problem) -> Outcome:
     """Chunks of two sequences at once, cut at other places in each."""
-    if "sequences" not in _parameters(subject):
-        return not_run("the hook has no parameter sequences")
-    missing = _missing(subject, problem)
-    if missing is not None:
-        return missing
     right = right_answer(problem)
     query, key, value = problem.on(subject.road.device).tensors
     parts = []
@@ -101,7 +99,7 @@ def _backward(subject: Subject, base: Base) -> Outcome:
             weight, query, key[part], value[part], output, lse, deterministic=False, **given
         )
         if result is None:
-            return not_run("backward_varlen is not implemented: plain PyTorch computes the gradients of a part")
+            return not_run("backward_varlen gave None: plain PyTorch computes the gradients of a part")
         found.append(result)
     sums = (
         found[0][0].double() + found[1][0].double(),
@@ -114,15 +112,6 @@ def _backward(subject: Subject, base: Base) -> Outcome:
         if not comparison.ok:
             return failed(f"gradient of {name} from parts: {comparison}", "gradients", comparison)
     return passed(comparison)
-
-
-def _missing(subject: Subject, problem: Problem) -> Outcome | None:
-    """ "not run" where the hook does not take the options of this call, or the backend not the call."""
-    lacking = [name for name in problem.options if name not in _parameters(subject)]
-    if lacking:
-        return not_run(f"the hook has no parameter {lacking[0]}")
-    refusals = subject.road.refusals(problem, return_lse=True)
-    return not_run(f"the call is refused ({refusals[0]})") if refusals else None
 
 
 def _parameters(subject: Subject) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hal_attn.testing.tensors import Tensors
 
 Options = dict[str, Any]
 Inputs = tuple[Tensors, Options]
+Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def suspects(problem: Problem) -> Iterator[Suspect]:
     yield from _of_options(problem)
     yield from _of_heads(problem)
     yield from _of_packing(problem)
+    yield from _of_sums(problem)
 
 
 def _of_scale(problem: Problem) -> Iterator[Suspect]:
@@ -147,10 +150,25 @@ def _of_packing(problem: Problem) -> Iterator[Suspect]:
         return
     yield Suspect("a sequence sees the keys of the next one", "packed", lambda given: _leaking(given, 0, 1))
     yield Suspect("a sequence sees the keys of the one before", "packed", lambda given: _leaking(given, 1, 0))
+    for text, before, after in (
+        ("a sequence sees the first key of the next one", 0, 1),
+        ("a sequence sees the last key of the one before", 1, 0),
+        ("a sequence misses its last key", 0, -1),
+        ("a sequence misses its first key", -1, 0),
+    ):
+        yield Suspect(text, "packed", partial(_offsets_off, before=before, after=after))
     everything = problem.sequences.count
     yield Suspect("sequences see each other", "packed", lambda given: _leaking(given, everything, everything))
     if not problem.sequences.equal_lengths:
         yield Suspect("key offsets are taken from the queries", "packed", _keys_by_query_offsets)
+
+
+def _of_sums(problem: Problem) -> Iterator[Suspect]:
+    dtype = problem.query.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        for keys in (1, 16, 32, 64, 128):
+            text = f"sums over the keys are kept in {str(dtype).removeprefix('torch.')}"
+            yield Suspect(text, "precision", _with(problem, lambda *given: given, partial(_summed, dtype, keys)))
 
 
 def lse_suspects(lse: Tensor, problem: Problem) -> Iterator[tuple[str, Tensor]]:
@@ -165,23 +183,41 @@ def lse_suspects(lse: Tensor, problem: Problem) -> Iterator[tuple[str, Tensor]]:
         yield "the LSE lacks the scale", _with(problem, _dropped("scale"))(problem)[1]
 
 
-def _with(problem: Problem, change: Callable[[Tensors, Options], Inputs]) -> Callable[[Problem], tuple[Tensor, Tensor]]:
+def _with(
+    problem: Problem, change: Callable[[Tensors, Options], Inputs], attend: Attend = reference_attention
+) -> Callable[[Problem], tuple[Tensor, Tensor]]:
     """The oracle over inputs that `change` made wrong, one batch or one sequence at a time."""
 
     def answer(given: Problem) -> tuple[Tensor, Tensor]:
-        tensors = tuple(tensor.detach().double() for tensor in given.laid_out())
+        query, key, value = (tensor.detach().double() for tensor in given.laid_out())
         if given.sequences is None:
-            wrong, options = change(tensors, dict(given.options))  # type: ignore[arg-type]
-            return reference_attention(*wrong, **options)
+            wrong, options = change((query, key, value), dict(given.options))
+            return attend(*wrong, **options)
         outputs, lses = [], []
-        for parts, options in _sequences(given, tensors):  # type: ignore[arg-type]
+        for parts, options in _sequences(given, (query, key, value)):
             wrong, options = change(parts, options)
-            output, lse = reference_attention(*wrong, **options)
+            output, lse = attend(*wrong, **options)
             outputs.append(output[0])
             lses.append(lse[0])
         return torch.cat(outputs), torch.cat(lses, 1)
 
     return answer
+
+
+def _summed(
+    dtype: torch.dtype, keys: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Right weights, whose products with the values are added up in `dtype`, so many keys at a time."""
+    seqlen_k, kv_heads = key.shape[1:3]
+    # With the unit vectors as values, the output is the weights.
+    units = torch.eye(seqlen_k, dtype=torch.float64).expand(key.shape[0], kv_heads, seqlen_k, seqlen_k).transpose(1, 2)
+    weights, lse = reference_attention(query, key, units, **options)
+    values = value.repeat_interleave(query.shape[2] // kv_heads, 2)
+    total = torch.zeros(*weights.shape[:3], value.shape[3], dtype=dtype)
+    for first in range(0, seqlen_k, keys):
+        part = slice(first, first + keys)
+        total = total + torch.einsum("bqhk,bkhd->bqhd", weights[..., part], values[:, part]).to(dtype)
+    return total.double(), lse
 
 
 def _sequences(problem: Problem, tensors: Tensors) -> Iterator[Inputs]:
@@ -291,13 +327,30 @@ def _without(options: Options, *names: str) -> Options:
 def _leaking(problem: Problem, before: int, after: int) -> tuple[Tensor, Tensor]:
     """Each sequence also sees the keys of `before` and `after` of its neighbours, with the band where it was."""
     assert problem.sequences is not None
-    parts = list(_sequences(problem, tuple(tensor.detach().double() for tensor in problem.laid_out())))  # type: ignore[arg-type]
+    query, key, value = (tensor.detach().double() for tensor in problem.laid_out())
+    parts = list(_sequences(problem, (query, key, value)))
     outputs, lses = [], []
     for index, ((query, _, _), options) in enumerate(parts):
         members = range(max(0, index - before), min(len(parts), index + after + 1))
         key = torch.cat([parts[member][0][1] for member in members], 1)
         value = torch.cat([parts[member][0][2] for member in members], 1)
         output, lse = reference_attention(query, key, value, **options)
+        outputs.append(output[0])
+        lses.append(lse[0])
+    return torch.cat(outputs), torch.cat(lses, 1)
+
+
+def _offsets_off(problem: Problem, before: int, after: int) -> tuple[Tensor, Tensor]:
+    """Each sequence's keys begin `before` rows too early and end `after` rows too late."""
+    assert problem.sequences is not None
+    query, key, value = (tensor.detach().double() for tensor in problem.laid_out())
+    outputs, lses, end = [], [], 0
+    for length, ((rows, _, _), options) in zip(
+        problem.sequences.lengths_k, _sequences(problem, (query, key, value)), strict=True
+    ):
+        keys = slice(max(0, end - before), max(0, end + length + after))
+        end += length
+        output, lse = reference_attention(rows, key[None, keys], value[None, keys], **options)
         outputs.append(output[0])
         lses.append(lse[0])
     return torch.cat(outputs), torch.cat(lses, 1)

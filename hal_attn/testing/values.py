@@ -35,7 +35,7 @@ class Subject:
 
 @lru_cache(maxsize=12)
 def answer(case: Case, base: Base) -> tuple[Problem, Expected]:
-    """The call of a case and the right answer to it, kept a while: the checks of LSE and gradients follow the output's."""
+    """The call of a case and the right answer to it, kept a while: LSE and gradients are checked after the output."""
     problem = case.make(base)
     return problem, right_answer(problem)
 

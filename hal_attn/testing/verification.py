@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,12 +15,14 @@ from hal_attn.backend import AttentionBackend
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.guard import attempt
 from hal_attn.platform import Platform
+from hal_attn.refusal import Refusal
 from hal_attn.registry import Registry, default_registry
 from hal_attn.testing import platforms
 from hal_attn.testing.features import FEATURES
 from hal_attn.testing.machine import facts
 from hal_attn.testing.outcome import Planned, perform
-from hal_attn.testing.plan import claimed, plan
+from hal_attn.testing.plan import DTYPES, claimed, plan
+from hal_attn.testing.problem import Base, batched, varlen
 from hal_attn.testing.report import EFFORTS, BackendReport, Check, Coverage, Effort, PlatformReport, Report
 from hal_attn.testing.road import Road, own_settings
 from hal_attn.testing.values import Subject
@@ -81,6 +84,7 @@ def check_backend(
     device: torch.device | str,
     effort: Effort = "quick",
     *,
+    features: Collection[str] | None = None,
     tolerances: Mapping[torch.dtype, float] | None = None,
     progress: Progress | None = None,
 ) -> BackendReport:
@@ -90,17 +94,22 @@ def check_backend(
         backend: the instance to check.
         platform: whose rules hold; its other backends are the peers that claims are counted against.
         device: where the tensors are.
+        features: only the checks of these; the coverage counts them all.
         tolerances: errors by dtype that the backend declares, allowed where the precision rule allows less; they are
             shown in the messages.
         effort, progress: as for `verify`.
     """
     if effort not in EFFORTS:
         raise InvalidAttentionInputError("effort", repr(effort), " or ".join(EFFORTS))
+    device = torch.device(device)
     with own_settings():
-        planned = plan_of(backend, platform, torch.device(device), effort, tolerances)
-        report = _reported(backend, platform, planned, progress, 0, len(planned))
-        peers = _claims_of_peers(backend, platform, torch.device(device))
-    return _counted(report, peers)
+        elsewhere = out_of_reach(backend, platform, device)
+        reason = "" if elsewhere is None else str(elsewhere)
+        planned = () if reason else plan_of(backend, platform, device, effort, tolerances)
+        chosen = tuple(each for each in planned if features is None or each.feature in features)
+        report = _reported(backend, platform, chosen, progress, 0, len(chosen), reason)
+        peers = _claims_of_peers(backend, platform, device)
+    return _counted(replace(report, coverage=Coverage(claimed=claimed(planned))), peers)
 
 
 def plan_of(
@@ -113,6 +122,16 @@ def plan_of(
     """The checks that `check_backend` would run; each runs by `perform` within `own_settings`."""
     subject = Subject(Road(backend, platform, device), tuple((tolerances or {}).items()))
     return plan(subject, effort)
+
+
+def out_of_reach(backend: AttentionBackend, platform: Platform, device: torch.device) -> Refusal | None:
+    """The refusal of every plain call by a backend that does not run on this device; None where it may."""
+    road, found = Road(backend, platform, device), None
+    for make, dtype in itertools.product((batched, varlen), DTYPES):
+        found = next((r for r in road.refusals(make(Base(dtype, 64))) if r.rule == "device"), None)
+        if found is None:
+            return None
+    return found
 
 
 class _Verified:
@@ -164,6 +183,9 @@ class _Verified:
         refusal = registry.unavailable(backend)
         if refusal is not None:
             return backend, (), f"{refusal.rule}: have {refusal.have}, need {refusal.need}", refusal.hint
+        elsewhere = out_of_reach(backend, self._platform, device)
+        if elsewhere is not None:
+            return backend, (), str(elsewhere), elsewhere.hint
         return backend, plan_of(backend, self._platform, device, effort), "", ""
 
     def _of_platform(self, checks: tuple[Check, ...]) -> PlatformReport:
@@ -203,7 +225,7 @@ def _reported(
 def _performed(
     planned: Sequence[Planned], backend: str, platform: Platform, progress: Progress | None, done: int, total: int
 ) -> tuple[Check, ...]:
-    checks = []
+    checks: list[Check] = []
     for each in planned:
         if progress is not None:
             progress(f"{backend or platform.name}: {each.name}", done + len(checks), total)
@@ -222,12 +244,12 @@ def _claims_of_peers(
     backend: AttentionBackend | None, platform: Platform, device: torch.device
 ) -> dict[str, tuple[str, ...]]:
     """What the platform's usable backends but `backend` claim; nothing of them is run."""
-    found = {}
+    found: dict[str, tuple[str, ...]] = {}
     for peer in platform.backends():
-        if peer is backend or attempt(peer.unavailable, True)[0]:
+        if peer is backend or attempt(peer.unavailable, None) != (None, ""):
             continue
-        planned, failure = attempt(partial(plan_of, peer, platform, device, "quick"), ())
-        if not failure:
+        planned, _ = attempt(partial(plan_of, peer, platform, device, "quick"), None)
+        if planned is not None:
             found[peer.name] = claimed(planned)
     return found
 
@@ -250,7 +272,7 @@ def _platforms(registry: Registry, only: str | None) -> list[tuple[Platform, str
 
 
 def _check_arguments(registry: Registry, platform: str | None, backend: str | None, effort: str) -> None:
-    names = [each.name for each in (*registry.platforms, *registry.broken)]
+    names = [*(each.name for each in registry.platforms), *(each.name for each in registry.broken)]
     if platform is not None and platform not in names:
         raise InvalidAttentionInputError("platform", repr(platform), ", ".join(names))
     if backend is not None and backend not in registry.backend_names:

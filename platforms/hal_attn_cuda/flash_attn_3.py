@@ -174,7 +174,7 @@ def _build_rules(request: AttentionRequest, library: FlashAttention3, dim: int) 
         "BACKWARD": ("gradients", "inputs that require gradients", "inference", request.wants_gradient),
     }
     refusals = [
-        Refusal(rule, f"{have}, left out of this build of {library.name}", need)
+        Refusal(rule, f"{have}, left out of this build of {library.name}", need, "install a build that has it")
         for feature, (rule, have, need, given) in wanted.items()
         if given and library.lacks(feature)
     ]

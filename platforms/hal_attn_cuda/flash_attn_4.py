@@ -153,9 +153,9 @@ def _generation_rules(request: AttentionRequest, generation: int) -> tuple[Refus
         more = ", or 249 to 256, or 192 over 128" if generation in (10, 11) else ""
         refusals.append(Refusal("head_dim", f"{dim} on {device}", f"at most 128{more}"))
     if request.sinks and generation not in (9, 10, 11):
-        refusals.append(Refusal("sinks", f"given on {device}", "sm9x, sm10x or sm11x"))
+        refusals.append(Refusal("sinks", f"given on {device}", "no sinks there", "sm9x, sm10x and sm11x have them"))
     if request.wants_gradient and generation == 8:
-        refusals.append(Refusal("gradients", f"wanted on {device}", "inference there"))
+        refusals.append(Refusal("gradients", f"wanted on {device}", "inference there", "sm9x and later have them"))
     if request.wants_gradient and request.deterministic and generation == 12:
         refusals.append(Refusal("deterministic", f"given with gradients on {device}", "inference there"))
     if request.wants_gradient and full:
