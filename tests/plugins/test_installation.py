@@ -160,6 +160,13 @@ def test_the_ci_call_passes_and_leaves_its_reports(environment, tmp_path):
     }
 
 
+def test_the_kit_runs_as_tests_of_the_package(environment, tmp_path):
+    project = shutil.copytree(EXAMPLE, tmp_path / "hal-attn-acme")
+    tests = [str(project / "tests" / "test_conformance.py"), "-k", "TestPacked", "--rootdir", str(project)]
+    out = environment.run("python", "-m", "pytest", "-c", str(project / "pyproject.toml"), *tests).stdout
+    assert int(re.search(r"(\d+) passed", out)[1]) > 100
+
+
 def test_the_ci_call_fails_without_the_device(environment, tmp_path):
     out = environment.run(
         "hal-attn", "verify", "--platform", "acme", "--require-hardware", status=1, ACME_VISIBLE_DEVICES="-1"
