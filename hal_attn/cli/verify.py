@@ -94,7 +94,7 @@ def _check_arguments(files: Sequence[Path], merged: bool, named: bool) -> None:
 
 def _check_names(registry: Registry, platform: str | None, backends: Sequence[str]) -> None:
     """Raises InvalidAttentionInputError, with the closest name, for one that nobody has."""
-    platforms = [known.name for known in (*registry.platforms, *registry.broken)]
+    platforms = [known.name for known in registry.platforms] + [broken.name for broken in registry.broken]
     owner = registry.platform(platform) if platform else None
     known = registry.backend_names if owner is None else [found.name for found in owner.backends()]
     asked = [("--platform", platform, platforms)] if platform else []

@@ -234,6 +234,14 @@ def test_a_merged_page_names_machines_and_where_they_disagree(visit):
     ]
 
 
+def test_no_failure_is_not_shown_in_the_colour_of_one(visit):
+    colour = "e => getComputedStyle(e).backgroundColor"
+    total = "[data-total=failed]"
+    good, bad = (visit(PAGES[name]).locator(total) for name in ("good", "alone"))
+    assert (good.inner_text().strip(), bad.inner_text().strip()) == ("0 failed", "1 failed")
+    assert good.evaluate(colour) != bad.evaluate(colour)
+
+
 def test_a_page_of_nothing_says_so(visit):
     text = visit(PAGES["empty"]).locator("main").inner_text()
     assert "Nothing was shown: no check passed" in text
