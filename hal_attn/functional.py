@@ -85,7 +85,7 @@ def attention(
     plain = (scale, causal, softcap, dropout_p, deterministic, return_lse)
     identity: object
     try:
-        identity = _identity(query, key, value, plain, window_size, given, backend)
+        identity = identity_of(query, key, value, plain, window_size, given, backend)
         call = _bound.get(identity)
     except (TypeError, AttributeError):
         # Something that cannot be part of a key: the checks say what is wrong with it, or it is bound anew each time.
@@ -161,7 +161,7 @@ def varlen_attention(
     plain = (scale, causal, softcap, dropout_p, deterministic, return_lse)
     identity: object
     try:
-        identity = _identity(query, key, value, plain, window_size, given, backend, sequences.signature)
+        identity = identity_of(query, key, value, plain, window_size, given, backend, sequences.signature)
         call = _bound.get(identity)
     except (TypeError, AttributeError):
         identity = call = None
@@ -227,7 +227,7 @@ _PACKED_OPTIONS = (
 )
 
 
-def _identity(
+def identity_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -240,8 +240,14 @@ def _identity(
     """What a bound call depends on: tensors, modes, options, overrides and the environment; None for tensors that do
     not go together, which the checks tell apart.
 
-    Plain options count with their types: `True` equals `1`, and only one of them is a flag.
+    `plain` is (scale, causal, softcap, dropout_p, deterministic, return_lse), which count with their types: `True`
+    equals `1`, and only one of them is a flag.
+
+    Raises:
+        TypeError, AttributeError: something that cannot be part of a key, which only the checks can tell.
     """
+    if backend.__class__ is list:
+        backend = (list, *backend)
     dtype, layout, device = query.dtype, query.layout, query.device
     if (
         key.dtype is not dtype

@@ -28,7 +28,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hal_attn.kernels import with_sinks
 from hal_attn.sequence_parallel.exchange import Exchange, NoExchange
-from hal_attn.sequence_parallel.heads import HeadShare, HeadSplit
+from hal_attn.sequence_parallel.heads import HeadShare, HeadSplit, pipeline
 from hal_attn.sequence_parallel.kernel import Given, LocalKernel, Settings
 from hal_attn.sequence_parallel.partial import PartialStates
 from hal_attn.sequence_parallel.spans import Span
@@ -36,6 +36,7 @@ from hal_attn.sequence_parallel.ulysses import Arriving, HeadExchange, SideRows
 from hal_attn.sequence_parallel.work import RowSet
 
 _PIPELINE_TURNS = 2
+Plans = Sequence[Sequence[HeadShare]]
 
 
 class Turn(NamedTuple):
@@ -113,12 +114,13 @@ class Engine:
         value: Tensor,
         sinks: Tensor | None,
     ) -> Turn:
-        states = PartialStates(self.rows_q, query.shape[1], value.shape[2], query.device)
+        dtype = query.dtype if self._joined_once(kernel, sinks) else torch.float32
+        states = PartialStates(self.rows_q, query.shape[1], value.shape[2], query.device, dtype)
         heads = slice(*share.queries)
         read_k, read_v = _read(key, share), _read(value, share)
 
-        def consume(hop: int, buffer: Tensor) -> None:
-            k, v = (read_k, read_v) if hop == 0 else (_read(part, share) for part in _parted(buffer, key))
+        def consume(hop: int, tensors: tuple[Tensor, ...]) -> None:
+            k, v = (read_k, read_v) if hop == 0 else (_read(tensor, share) for tensor in tensors)
             if query.shape[1]:
                 for rows, output, lse in kernel.forward(hop, query, k, v, heads, settings):
                     states.add(rows, output, lse)
@@ -130,6 +132,10 @@ class Engine:
             output, lse = with_sinks(output, lse, sinks[heads])
         return Turn(share, query, key, value, output.to(query.dtype), lse)
 
+    def _joined_once(self, kernel: LocalKernel, sinks: Tensor | None) -> bool:
+        """No row is rounded more than once: it has at most two results, and nothing changes them afterwards."""
+        return kernel.most_results <= 2 and sinks is None and not self.replicated_q.count
+
     def _join_replicated(self, states: PartialStates) -> None:
         """Join what each rank of the exchange found for the replicated queries, in the order of ranks: alike on all."""
         if self.group is None or not self.replicated_q.count:
@@ -139,7 +145,7 @@ class Engine:
         gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(gathered, packed, group=self.group)
         rows, heads, dim = own[0].shape
-        joined = PartialStates(rows, heads, dim, packed.device)
+        joined = PartialStates(rows, heads, dim, packed.device, torch.float32)
         everything = RowSet(rows)
         for part in gathered:
             joined.add(everything, part[..., :-1], part[..., -1].transpose(0, 1))
@@ -197,9 +203,9 @@ class Engine:
         query_grad = torch.zeros(turn.query.shape, dtype=torch.float32, device=turn.query.device)
         kept = torch.zeros(*turn.key.shape[:2], turn.key.shape[2] + turn.value.shape[2], device=turn.key.device)
 
-        def contribute(hop: int, buffer: Tensor) -> Tensor:
-            keys, values = (turn.key, turn.value) if hop == 0 else _parted(buffer, turn.key)
-            total = kept if hop == 0 else torch.zeros(buffer.shape, dtype=torch.float32, device=buffer.device)
+        def contribute(hop: int, tensors: tuple[Tensor, ...]) -> Tensor:
+            keys, values = (turn.key, turn.value) if hop == 0 else tensors
+            total = kept if hop == 0 else kept.new_zeros(keys.shape[0], *kept.shape[1:])
             if turn.query.shape[1]:
                 read = (_read(keys, share), _read(values, share))
                 for part in kernel.backward(hop, turn.query, *read, given, heads, settings):
@@ -237,21 +243,18 @@ class Engine:
     def _coordinate(self) -> int:
         return 0 if self.heads is None else self.heads.coordinate
 
-    def turns(self, split: HeadSplit) -> list[list[HeadShare]]:
+    def turns(self, split: HeadSplit) -> Plans:
         """`[turn][rank]` -> its heads."""
-        count = split.turns(_PIPELINE_TURNS) if self.heads is not None else 1
-        return [[split.turn(share, index, count) for share in split.shares] for index in range(count)]
+        return pipeline(split, 1 if self.heads is None else _PIPELINE_TURNS)
 
-    def _there(self, plans: list[list[HeadShare]], index: int, tensors: tuple[Tensor, Tensor, Tensor]) -> Arriving:
+    def _there(self, plans: Plans, index: int, tensors: tuple[Tensor, Tensor, Tensor]) -> Arriving:
         if self.heads is None:
             return Arriving(lambda: list(tensors))
         queries, keys = _spans(plans[index])
         sides = zip(tensors, (self.queries, self.keys, self.keys), (queries, keys, keys), strict=True)
         return self.heads.there(list(sides))
 
-    def _there_gradients(
-        self, plans: list[list[HeadShare]], index: int, grads: tuple[Tensor, Tensor | None]
-    ) -> Arriving:
+    def _there_gradients(self, plans: Plans, index: int, grads: tuple[Tensor, Tensor | None]) -> Arriving:
         tensors = [grads[0]] if grads[1] is None else [grads[0], grads[1].transpose(0, 1).unsqueeze(-1)]
         heads = self.heads
         if heads is None:
@@ -259,7 +262,7 @@ class Engine:
         queries, _ = _spans(plans[index])
         return heads.there([(tensor, self.queries, queries) for tensor in tensors])
 
-    def _back_states(self, shares: list[HeadShare], turn: Turn, results: list[Tensor]) -> Arriving:
+    def _back_states(self, shares: Sequence[HeadShare], turn: Turn, results: list[Tensor]) -> Arriving:
         tensors = [turn.output, turn.lse.transpose(0, 1).unsqueeze(-1)]
         if self.heads is None:
             return Arriving(lambda: tensors)
@@ -267,7 +270,7 @@ class Engine:
         return self.heads.back([(tensor, self.queries, queries) for tensor in tensors], results)
 
     def _back_gradients(
-        self, shares: list[HeadShare], found: tuple[Tensor, Tensor, Tensor], totals: list[Tensor]
+        self, shares: Sequence[HeadShare], found: tuple[Tensor, Tensor, Tensor], totals: list[Tensor]
     ) -> Arriving:
         if self.heads is None:
             return Arriving(lambda: list(found))
@@ -276,14 +279,13 @@ class Engine:
         rows = (self.queries, self.keys, self.keys)
         return self.heads.back(list(zip(tensors, rows, (queries, keys, keys), strict=True)), totals)
 
-    def _travelling(self, key: Tensor, value: Tensor) -> Tensor:
-        """Keys and values as one buffer `[T, Hkv, D + Dv]`; nothing is copied where nothing travels."""
+    def _travelling(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(self.exchange, NoExchange):
-            return key
-        return torch.cat([self.own_keys.take(key), self.own_keys.take(value)], -1)
+            return key, value
+        return self.own_keys.take(key), self.own_keys.take(value)
 
 
-def _spans(shares: list[HeadShare]) -> tuple[list[Span], list[Span]]:
+def _spans(shares: Sequence[HeadShare]) -> tuple[list[Span], list[Span]]:
     return [share.queries for share in shares], [share.keys for share in shares]
 
 

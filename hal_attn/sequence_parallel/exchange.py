@@ -7,8 +7,9 @@ hop 1                                 k3        k0        k1        k2      whil
 hop 3 (2 is seen by nobody)           k1        k2        k3        k0      sent on by two places
 ```
 
-Keys and values of a hop are one buffer `[T, Hkv, D + Dv]`. An exchange hands each buffer to a function as it arrives;
-the next one travels while that function works. Backward, gradients of a buffer (float32) come home to its owner.
+Keys and values travel as they are, one collective each: joining them first would read and write them once more. An
+exchange hands the tensors of each hop to a function as they arrive; the next ones travel while that function works.
+Backward, gradients (float32) come home to the owner of the keys.
 """
 
 from __future__ import annotations
@@ -24,49 +25,50 @@ from torch import Tensor
 
 from hal_attn.sequence_parallel.work import RowSet
 
-Consume = Callable[[int, Tensor], None]
-Contribute = Callable[[int, Tensor], Tensor]
+Tensors = tuple[Tensor, ...]
+Consume = Callable[[int, Tensors], None]
+Contribute = Callable[[int, Tensors], Tensor]
 
 
 class Exchange(ABC):
-    """Moves the buffers of one plan among the ranks of its exchange group."""
+    """Moves tensors `[T, ...]`, the rows of one plan's keys, among the ranks of its exchange group."""
 
     @abstractmethod
-    def forward(self, own: Tensor, consume: Consume) -> None:
-        """`consume(hop, buffer)` for each hop, 0 being `own`."""
+    def forward(self, own: Tensors, consume: Consume) -> None:
+        """`consume(hop, tensors)` for each hop, 0 being `own`."""
 
     @abstractmethod
-    def backward(self, own: Tensor, contribute: Contribute) -> Tensor:
-        """The gradient of `own`, float32: the sum, over all ranks, of what `contribute(hop, buffer)` gives for it."""
+    def backward(self, own: Tensors, contribute: Contribute) -> Tensor:
+        """The gradient of `own`, float32: the sum, over all ranks, of what `contribute(hop, tensors)` gives for it."""
 
 
 class NoExchange(Exchange):
     """One rank, which holds every key."""
 
-    def forward(self, own: Tensor, consume: Consume) -> None:
+    def forward(self, own: Tensors, consume: Consume) -> None:
         consume(0, own)
 
-    def backward(self, own: Tensor, contribute: Contribute) -> Tensor:
+    def backward(self, own: Tensors, contribute: Contribute) -> Tensor:
         return contribute(0, own)
 
 
 @dataclass(frozen=True)
 class RingExchange(Exchange):
-    """Point to point around the ring, double buffered.
+    """Around the ring, double buffered. Each hop is a collective in which a rank sends to one other and hears from one:
+    that takes the host a third of the time of the same as operations between two.
 
     Attributes:
-        ranks: global rank of each ring coordinate; `coordinate` is this rank's.
+        coordinate: this rank's place in the ring, as in the group.
         hops: how far the keys have come at each hop, from 0; hops that nobody needs are not among them.
-        rows: rows of each coordinate's buffer.
+        rows: rows of each coordinate's keys.
     """
 
     group: dist.ProcessGroup
-    ranks: tuple[int, ...]
     coordinate: int
     hops: tuple[int, ...]
     rows: tuple[int, ...]
 
-    def forward(self, own: Tensor, consume: Consume) -> None:
+    def forward(self, own: Tensors, consume: Consume) -> None:
         held = own
         for index in range(len(self.hops)):
             sent = self._send_on(held, index) if index + 1 < len(self.hops) else None
@@ -74,52 +76,48 @@ class RingExchange(Exchange):
             if sent is not None:
                 held = sent.wait()
 
-    def backward(self, own: Tensor, contribute: Contribute) -> Tensor:
+    def backward(self, own: Tensors, contribute: Contribute) -> Tensor:
         held = own
         arriving: _Transfer | None = None
         for index in range(len(self.hops)):
             sent = self._send_on(held, index) if index + 1 < len(self.hops) else None
             gradient = contribute(index, held)
             if arriving is not None:
-                gradient = gradient + arriving.wait()
+                gradient = gradient + arriving.wait()[0]
             if index == len(self.hops) - 1:
-                return self._transfer(gradient, -self.hops[index], self.coordinate).wait()
-            arriving = self._send_on(gradient, index)
+                return self._transfer((gradient,), -self.hops[index], self.coordinate).wait()[0]
+            arriving = self._send_on((gradient,), index)
             assert sent is not None
             held = sent.wait()
         raise AssertionError("a ring has at least one hop")
 
     def source(self, index: int) -> int:
         """Whose keys this rank holds at that hop."""
-        return (self.coordinate - self.hops[index]) % len(self.ranks)
+        return (self.coordinate - self.hops[index]) % len(self.rows)
 
-    def _send_on(self, held: Tensor, index: int) -> _Transfer:
+    def _send_on(self, held: Tensors, index: int) -> _Transfer:
         return self._transfer(held, self.hops[index + 1] - self.hops[index], self.source(index + 1))
 
-    def _transfer(self, held: Tensor, places: int, source: int) -> _Transfer:
-        """Send `held` on by `places`, and receive what comes by as many, the buffer of coordinate `source`."""
-        if places % len(self.ranks) == 0:
+    def _transfer(self, held: Tensors, places: int, source: int) -> _Transfer:
+        """Send `held` on by `places`, and receive what comes by as many, the tensors of coordinate `source`."""
+        size = len(self.rows)
+        if places % size == 0:
             return _Transfer(held, [], held)
-        received = held.new_empty(self.rows[source], *held.shape[1:])
-        held = held.contiguous()
-        to, by = (self.ranks[(self.coordinate + step) % len(self.ranks)] for step in (places, -places))
-        operations = []
-        if held.numel():
-            operations.append(dist.P2POp(dist.isend, held, to, self.group))
-        if received.numel():
-            operations.append(dist.P2POp(dist.irecv, received, by, self.group))
-        return _Transfer(received, dist.batch_isend_irecv(operations) if operations else [], held)
+        sends, receives = [0] * size, [0] * size
+        sends[(self.coordinate + places) % size] = held[0].shape[0]
+        receives[(self.coordinate - places) % size] = self.rows[source]
+        return _all_to_all(self.group, held, sends, receives)
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A buffer on its way; `sent` is kept until it is gone."""
+    """Tensors on their way; `sent` is kept until it is gone."""
 
-    received: Tensor
+    received: Tensors
     works: Sequence[dist.Work]
-    sent: Tensor
+    sent: Tensors
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Tensors:
         for work in self.works:
             work.wait()
         return self.received
@@ -137,37 +135,48 @@ class GatherExchange(Exchange):
     sends: tuple[RowSet, ...]
     receives: tuple[int, ...]
 
-    def forward(self, own: Tensor, consume: Consume) -> None:
+    def forward(self, own: Tensors, consume: Consume) -> None:
         sent = self._gather(own)
         consume(0, own)
         consume(1, sent.wait())
 
-    def backward(self, own: Tensor, contribute: Contribute) -> Tensor:
+    def backward(self, own: Tensors, contribute: Contribute) -> Tensor:
         sent = self._gather(own)
         gradient = contribute(0, own)
         others = contribute(1, sent.wait())
-        home = _all_to_all(self.group, others, self.receives, [rows.count for rows in self.sends]).wait()
-        for rows, part in zip(self.sends, home.split([rows.count for rows in self.sends]), strict=True):
+        counts = [rows.count for rows in self.sends]
+        home = _all_to_all(self.group, (others,), self.receives, counts).wait()[0]
+        for rows, part in zip(self.sends, home.split(counts), strict=True):
             rows.add(gradient, part)
         return gradient
 
-    def _gather(self, own: Tensor) -> _Transfer:
-        parts = torch.cat([rows.take(own) for rows in self.sends])
+    def _gather(self, own: Tensors) -> _Transfer:
+        parts = tuple(_joined([rows.take(tensor) for rows in self.sends if rows.count], tensor) for tensor in own)
         return _all_to_all(self.group, parts, [rows.count for rows in self.sends], self.receives)
 
 
-def _all_to_all(group: dist.ProcessGroup, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> _Transfer:
-    """Rows `[sum(sends), ...]`, by destination, for rows `[sum(receives), ...]`, by source."""
-    received = rows.new_empty(sum(receives), *rows.shape[1:])
-    flat = rows.contiguous().view(-1).view(torch.uint8)
-    size = math.prod(rows.shape[1:]) * rows.element_size()
-    # Bytes: a process group need not know the dtype of what it moves.
-    work = dist.all_to_all_single(
-        received.view(-1).view(torch.uint8),
-        flat,
-        [count * size for count in receives],
-        [count * size for count in sends],
-        group=group,
-        async_op=True,
-    )
-    return _Transfer(received, [work], flat)
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    """`torch.cat`, which would also copy a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else like[:0]
+
+
+def _all_to_all(group: dist.ProcessGroup, tensors: Tensors, sends: Sequence[int], receives: Sequence[int]) -> _Transfer:
+    """Rows `[sum(sends), ...]` of each tensor, by destination, for rows `[sum(receives), ...]`, by source."""
+    received, works, sent = [], [], []
+    for tensor in tensors:
+        incoming = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        size = math.prod(tensor.shape[1:]) * tensor.element_size()
+        # Bytes: a process group need not know the dtype of what it moves.
+        work = dist.all_to_all_single(
+            incoming.view(-1).view(torch.uint8),
+            flat,
+            [count * size for count in receives],
+            [count * size for count in sends],
+            group=group,
+            async_op=True,
+        )
+        received.append(incoming)
+        works.append(work)
+        sent.append(flat)
+    return _Transfer(tuple(received), works, tuple(sent))

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from hal_attn.sequence_parallel.spans import Span, cut
 
@@ -74,3 +74,10 @@ class HeadSplit:
         even, rest = divmod(queries.length, keys.length)
         as_kernels = () if rest else tuple(head // even for head in range(queries.length))
         return HeadShare(queries, keys, None if reads == as_kernels else reads)
+
+
+@lru_cache(maxsize=64)
+def pipeline(split: HeadSplit, most: int) -> tuple[tuple[HeadShare, ...], ...]:
+    """`[turn][rank]` -> its heads, in at most `most` turns."""
+    count = split.turns(most)
+    return tuple(tuple(split.turn(share, index, count) for share in split.shares) for index in range(count))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.functional import identity_of
 from hal_attn.packing import PackedSequences
 from hal_attn.sequence_parallel.kernel import Settings
 from hal_attn.sequence_parallel.masks import check_masks
@@ -34,6 +35,22 @@ class Inputs:
     deterministic: bool
     return_lse: bool
     backend: str | Sequence[str] | None
+
+    @property
+    def identity(self) -> object:
+        """What the checks, the agreement and the settings depend on; None where only the checks can tell."""
+        plain = (self.scale, False, self.softcap, 0.0, self.deterministic, self.return_lse)
+        given = {
+            name: tensor
+            for name in ("mask", "key_padding_mask", "sinks")
+            if (tensor := getattr(self, name)) is not None
+        }
+        try:
+            found = identity_of(self.query, self.key, self.value, plain, None, given or None, self.backend)
+            hash(found)
+        except (TypeError, AttributeError):
+            return None
+        return found
 
     def told(self, plan: Plan) -> dict[str, object]:
         """What all ranks must have alike. Never fails: ranks with wrong arguments have to tell the others."""

@@ -6,8 +6,10 @@ Both are the same functions that a user calls; the backend is the one that the g
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -69,6 +71,11 @@ class Settings:
 class LocalKernel(ABC):
     """What a rank computes at each hop, from its queries and the keys at hand."""
 
+    @property
+    @abstractmethod
+    def most_results(self) -> int:
+        """How many results, over all hops, `forward` has for a query row at most."""
+
     @abstractmethod
     def forward(
         self, hop: int, query: Tensor, key: Tensor, value: Tensor, heads: slice, settings: Settings
@@ -96,6 +103,15 @@ class PackedKernel(LocalKernel):
     """Packed calls: `calls[hop]`."""
 
     calls: tuple[tuple[Call, ...], ...]
+
+    @cached_property
+    def most_results(self) -> int:
+        found: Counter[int] = Counter()
+        whole = 0
+        for rows in (call.queries for hop in self.calls for call in hop):
+            whole += rows.all
+            found.update(() if rows.all else rows.indices())
+        return whole + max(found.values(), default=0)
 
     def forward(
         self, hop: int, query: Tensor, key: Tensor, value: Tensor, heads: slice, settings: Settings
@@ -248,6 +264,10 @@ class MaskedKernel(LocalKernel):
     batch: int
     mask: Tensor | None
     key_padding_mask: Tensor | None
+
+    @property
+    def most_results(self) -> int:
+        return len(self.hops)
 
     def forward(
         self, hop: int, query: Tensor, key: Tensor, value: Tensor, heads: slice, settings: Settings

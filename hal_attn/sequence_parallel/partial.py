@@ -1,28 +1,34 @@
-"""Partial results joined as they come: output and LSE in float32, each row by the states that reached it."""
+"""Partial results joined as they come: output and LSE, each row by the states that reached it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from hal_attn.sequence_parallel import fused
 from hal_attn.sequence_parallel.work import RowSet
 
 
 class PartialStates:
     """The states of `rows` queries: output `[T, H, Dv]`, LSE `[H, T]`; a row that nothing reached is 0 and -inf.
 
-    One result for all rows is kept as it is, in its own dtype: only a second one makes float32 of it.
+    Args:
+        dtype: of the output while it is joined. float32, unless no row is reached by more than two results: those are
+            joined in float32 and rounded once, whichever dtype holds the first.
+
+    One result for all rows is kept as it is, in its own dtype, until a second one is joined.
     """
 
-    def __init__(self, rows: int, heads: int, value_head_dim: int, device: torch.device) -> None:
+    def __init__(self, rows: int, heads: int, value_head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = (rows, heads, value_head_dim)
         self.device = device
+        self.dtype = dtype
         self._output: Tensor | None = None
         self._lse: Tensor | None = None
 
     @property
     def output(self) -> Tensor:
-        """`[T, H, Dv]`, float32 once more than one result was joined."""
+        """`[T, H, Dv]`."""
         return self._begun()[0]
 
     @property
@@ -31,33 +37,38 @@ class PartialStates:
         return self._begun()[1]
 
     def add(self, rows: RowSet, output: Tensor, lse: Tensor) -> None:
-        """Join the states of `rows`: output `[T', H, Dv]`, LSE `[H, T']`."""
+        """Join the states of `rows`: output `[T', H, Dv]`, LSE `[H, T']`. Those that were there may change in place."""
         if self._output is None and rows.all:
             self._output, self._lse = output, lse
             return
         own, own_lse = self._begun()
+        self._output = own = own.to(self.dtype)
+        if fused.takes(own, own_lse, output, lse):
+            fused.join(own, own_lse, rows, output, lse)
+        else:
+            self._join_plainly(own, own_lse, rows, output, lse)
+
+    def _join_plainly(self, own: Tensor, own_lse: Tensor, rows: RowSet, output: Tensor, lse: Tensor) -> None:
         before, before_lse = rows.take(own).float(), rows.take(own_lse, 1)
         joined = torch.logaddexp(before_lse, lse)
-        merged = torch.lerp(before, output.float(), share(lse, joined))
+        merged = torch.lerp(before, output.float(), share(lse, joined)).to(own.dtype)
         if rows.all:
             self._output, self._lse = merged, joined
             return
-        if own.dtype != torch.float32:
-            self._output = own = own.float()
         rows.put(own, merged)
         rows.put(own_lse, joined, 1)
 
     def replace(self, rows: RowSet, output: Tensor, lse: Tensor) -> None:
         """Set the states of `rows`, whatever they were."""
         own, own_lse = self._begun()
-        self._output = own = own.float()
+        self._output = own = own.to(self.dtype)
         rows.put(own, output)
         rows.put(own_lse, lse, 1)
 
     def _begun(self) -> tuple[Tensor, Tensor]:
         if self._output is None or self._lse is None:
             rows, heads, _ = self.shape
-            self._output = torch.zeros(self.shape, dtype=torch.float32, device=self.device)
+            self._output = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self._lse = torch.full((heads, rows), -torch.inf, dtype=torch.float32, device=self.device)
         return self._output, self._lse
 

@@ -18,12 +18,15 @@ from hal_attn.sequence_parallel.exchange import Exchange, GatherExchange, NoExch
 from hal_attn.sequence_parallel.gathering import gather_rows
 from hal_attn.sequence_parallel.groups import SequenceParallelGroups
 from hal_attn.sequence_parallel.inputs import Inputs
-from hal_attn.sequence_parallel.kernel import LocalKernel, MaskedKernel, PackedKernel
+from hal_attn.sequence_parallel.kernel import LocalKernel, MaskedKernel, PackedKernel, Settings
 from hal_attn.sequence_parallel.masks import masks_without_values, whole_masks
 from hal_attn.sequence_parallel.schedule import Schedule
 from hal_attn.sequence_parallel.sharding import Rows, Sharding
 from hal_attn.sequence_parallel.ulysses import HeadExchange, SideRows
 from hal_attn.sequence_parallel.work import RowSet
+
+# Kinds of call that a plan remembers; a model has a few.
+_KINDS = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +41,7 @@ class Plan:
     description: Description
     expected: Mapping[str, object]
     _agreed: dict[object, str | Sequence[str] | None] = field(default_factory=dict, repr=False)
+    _known: dict[object, Settings] = field(default_factory=dict, repr=False)
 
     # Who holds what
 
@@ -114,8 +118,7 @@ class Plan:
         given = Inputs(
             query, key, value, scale, mask, key_padding_mask, softcap, sinks, deterministic, return_lse, backend
         )
-        settings = given.settings(self._backend(given))
-        tensors = given.checked(self)
+        tensors, settings = self._settled(given)
         kernel = self._kernel(*whole_masks(self, mask, key_padding_mask))
         output, lse = PlanAttention.apply(self.engine, kernel, settings, *tensors, sinks)  # type: ignore[no-untyped-call]
         if self.description.batch is not None:
@@ -171,9 +174,8 @@ class Plan:
         if groups.kv_gather > 1:
             own = groups.exchange_rank
             return GatherExchange(groups.exchanging, schedule.sends(own), schedule.receives(own))
-        ranks = groups.ranks[groups.ulysses_rank :: groups.ulysses]
         counts = tuple(rows.count for rows in schedule.travelling)
-        return RingExchange(groups.exchanging, ranks, groups.exchange_rank, schedule.hops, counts)
+        return RingExchange(groups.exchanging, groups.exchange_rank, schedule.hops, counts)
 
     @cached_property
     def _packed_kernel(self) -> PackedKernel:
@@ -188,6 +190,23 @@ class Plan:
     @cached_property
     def _masked_hops(self) -> tuple[Any, ...]:
         return self.schedule.masked_hops(self.groups.exchange_rank)
+
+    def _settled(self, given: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], Settings]:
+        """Query, key and value `[T, H, D]` and the settings; checked, and agreed on, once for each kind of call."""
+        identity = given.identity
+        known = None if identity is None else self._known.get(identity)
+        if known is not None:
+            tensors = (given.query, given.key, given.value)
+            if self.description.batch is not None:
+                tensors = (given.query.flatten(0, 1), given.key.flatten(0, 1), given.value.flatten(0, 1))
+            return tensors, known
+        settings = given.settings(self._backend(given))
+        tensors = given.checked(self)
+        if identity is not None:
+            if len(self._known) >= _KINDS:
+                self._known.clear()
+            self._known[identity] = settings
+        return tensors, settings
 
     def _backend(self, given: Inputs) -> str | Sequence[str] | None:
         """The backend of the whole group for calls like this one; the first such call compares them on all ranks."""

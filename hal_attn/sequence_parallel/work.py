@@ -53,6 +53,14 @@ class RowSet:
         """Every row, in order."""
         return self.start is None and self.index is None
 
+    def indices(self) -> Iterable[int]:
+        """The rows of a slice or an index, one by one."""
+        if self.index is not None:
+            rows: list[int] = self.index.tolist()
+            return rows
+        begin = self.start or 0
+        return range(begin, begin + self.count)
+
     def on(self, device: torch.device) -> Tensor:
         """The index on `device`, moved once and without waiting."""
         assert self.index is not None

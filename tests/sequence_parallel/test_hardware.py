@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from hal_attn.sequence_parallel import SequenceParallelGroups
+from hal_attn.sequence_parallel import SequenceParallelGroups, fused
+from hal_attn.sequence_parallel.partial import PartialStates
+from hal_attn.sequence_parallel.work import RowSet
 from tests.support import randn
 
 LENGTHS = (700, 1, 64, 1300, 5)
@@ -45,3 +47,44 @@ def test_a_layer_never_waits_for_the_device(options, heads, kv_heads):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(second, first)
+
+
+ROWS = {
+    "all": RowSet(300),
+    "slice": RowSet(170, 60),
+    "index": RowSet(5, None, torch.tensor([299, 0, 7, 6, 150])),
+    "none": RowSet(0, None, torch.zeros(0, dtype=torch.int64)),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dim", [8, 72, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_fused_join_is_the_plain_one(monkeypatch, rows, dim, dtype):
+    taken = ROWS[rows]
+    first, part = randn(300, 3, dim, seed=1, dtype=dtype), randn(taken.count, 3, dim, seed=2, dtype=dtype)
+    lse, part_lse = randn(3, 300, seed=3) * 20, randn(3, taken.count, seed=4) * 20
+    lse[:, 100:120], part_lse[1, : taken.count // 2] = -torch.inf, -torch.inf
+    first[100:120] = 0
+
+    def joined(device):
+        states = PartialStates(300, 3, dim, torch.device(device), dtype)
+        states.add(ROWS["all"], first.to(device, copy=True), lse.to(device, copy=True))
+        with monkeypatch.context() as patch:
+            if device == "cuda":
+                patch.setattr(PartialStates, "_join_plainly", None)
+            states.add(taken, part.to(device), part_lse.to(device))
+        return states.output.cpu(), states.lse.cpu()
+
+    torch.testing.assert_close(joined("cuda"), joined("cpu"))
+
+
+@pytest.mark.cuda
+def test_what_a_part_without_weight_holds_does_not_matter():
+    output, lse = randn(64, 2, 64, seed=1).cuda(), randn(2, 64, seed=2).cuda()
+    before = output.clone(), lse.clone()
+    part, part_lse = torch.full_like(output, torch.nan), torch.full_like(lse, -torch.inf)
+    assert fused.takes(output, lse, part, part_lse)
+    fused.join(output, lse, RowSet(64), part, part_lse)
+    torch.testing.assert_close((output, lse), before)

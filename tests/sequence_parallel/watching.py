@@ -14,8 +14,8 @@ class Log:
     """Of one rank.
 
     Attributes:
-        sent: by destination (its rank in the whole group, for two-sided operations; in its own group, for collectives)
-            bytes that left this rank, one entry an operation.
+        sent: by destination (its rank in its own group) bytes that left this rank, one entry for operations
+            that leave together.
         sequences: (query, key) lengths of each packed sequence that reached a kernel; backends: its names.
         events: "travel", "attend" and "arrived", in order; the same one after another once.
     """
@@ -41,19 +41,17 @@ class _Work:
 def watching():
     """A `Log` of what happens within."""
     log = Log()
-    all_to_all, two_sided, attend = dist.all_to_all_single, dist.batch_isend_irecv, kernel.varlen_attention
+    all_to_all, attend = dist.all_to_all_single, kernel.varlen_attention
 
     def watched_all_to_all(received, sent, receives, sends, *, group, async_op):
         own = dist.get_rank(group)
-        log.sent.append({to: n * sent.element_size() for to, n in enumerate(sends) if n and to != own})
+        leaving = {to: n * sent.element_size() for to, n in enumerate(sends) if n and to != own}
+        if log.events[-1:] == ["travel"]:
+            before = log.sent.pop()
+            leaving = {to: before.get(to, 0) + leaving.get(to, 0) for to in {**before, **leaving}}
+        log.sent.append(leaving)
         log.happened("travel")
         return _Work(all_to_all(received, sent, receives, sends, group=group, async_op=async_op), log)
-
-    def watched_two_sided(operations):
-        leaving = [op for op in operations if op.op is dist.isend]
-        log.sent.append({op.peer: op.tensor.numel() * op.tensor.element_size() for op in leaving})
-        log.happened("travel")
-        return [_Work(work, log) for work in two_sided(operations)]
 
     def watched_attend(*args, sequences, **options):
         log.sequences += zip(sequences.lengths, sequences.lengths_k, strict=True)
@@ -63,6 +61,5 @@ def watching():
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(dist, "all_to_all_single", watched_all_to_all))
-        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", watched_two_sided))
         stack.enter_context(mock.patch.object(kernel, "varlen_attention", watched_attend))
         yield log
