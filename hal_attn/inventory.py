@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -92,9 +93,9 @@ def _platform_status(registry: Registry, platform: Platform, settings: Settings)
     devices: tuple[DeviceInfo, ...] = ()
     reason, available = found.reason, found.available
     if available:
-        devices, failure = attempt(lambda: all_of(_devices(platform), DeviceInfo, "devices()"), ())
+        devices, failure = devices_of(platform)
         if failure:
-            reason, available = f"its devices cannot be listed: {failure}", False
+            reason, available = failure, False
     return PlatformStatus(
         platform.name,
         available,
@@ -107,8 +108,11 @@ def _platform_status(registry: Registry, platform: Platform, settings: Settings)
     )
 
 
-def _devices(platform: Platform) -> object:
-    return watched(f"devices() of {platform.name}", platform.devices)
+def devices_of(platform: Platform) -> tuple[tuple[DeviceInfo, ...], str]:
+    """The devices of a platform that is available and "", or none and why they cannot be listed."""
+    ask = partial(watched, f"devices() of {platform.name}", platform.devices)
+    devices, failure = attempt(lambda: all_of(ask(), DeviceInfo, "devices()"), ())
+    return devices, f"its devices cannot be listed: {failure}" if failure else ""
 
 
 def _backend_statuses(registry: Registry, platform: Platform, settings: Settings) -> list[BackendStatus]:

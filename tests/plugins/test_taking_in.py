@@ -13,7 +13,7 @@ from hal_attn.platform import API_VERSION
 from hal_attn.registry import Registry
 from tests.cli.conftest import run, words  # noqa: F401
 from tests.fakes import fresh, install  # noqa: F401
-from tests.plugins.vendors import GONE, SHOWN, Vendor, backend, beside_the_cpu, giving, variant
+from tests.plugins.vendors import GONE, SHOWN, Once, Vendor, backend, beside_the_cpu, giving, variant
 from tests.support import dense
 
 
@@ -107,18 +107,6 @@ def test_the_plugin_that_the_broken_ones_are_made_of_is_right(monkeypatch):
     assert registry.broken == ()
     assert {status.name for status in platforms() if status.available} == {"vendor", "cpu"}
     assert {status.name for status in backends("meta")} == {"vendor_one", "vendor_two"}
-
-
-class Once(Vendor):
-    """Answers `backends()` the first time it is asked, and then no more."""
-
-    asked = 0
-
-    def backends(self):
-        type(self).asked += 1
-        if self.asked > 1:
-            raise GONE
-        return super().backends()
 
 
 class Anew(Vendor):

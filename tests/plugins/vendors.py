@@ -38,6 +38,18 @@ class Vendor(Platform):
         return ("vendor_two", "vendor_one")
 
 
+class Once(Vendor):
+    """Answers `backends()` the first time it is asked, and then no more."""
+
+    asked = 0
+
+    def backends(self):
+        type(self).asked += 1
+        if self.asked > 1:
+            raise GONE
+        return super().backends()
+
+
 def variant(**changes: object) -> type[Vendor]:
     """A `Vendor` with these attributes in the place of its own."""
     return type("Variant", (Vendor,), changes)
