@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -19,7 +20,8 @@ from hal_attn.padded import attached, empty_lse, plan_maker, run_plan
 from hal_attn.registry import Registry
 from hal_attn.request import AttentionRequest, tensor_options
 from hal_attn.selection import Selection, explicit_names, require, select
-from hal_attn.tuning import tuned
+from hal_attn.tuning.choice import tuned
+from hal_attn.tuning.measuring import Trial
 from hal_attn.validation import dense_request, packed_request
 
 _log = logging.getLogger("hal_attn")
@@ -33,16 +35,10 @@ def bind_dense(
     """The call that answers batched calls like this one: `call(query, key, value, **tensor_options)`."""
     request = dense_request(query, key, value, options)
     tensors = tensor_options(options)
-
-    def run(candidate: AttentionBackend) -> object:
-        return _dense_call(candidate, request, bool(tensors))(query, key, value, **tensors)
-
-    has_keys = bool(request.tokens_q and request.tokens_k)
-    selection, settings = _choose(registry, request, None, backend, run if has_keys else None)
+    call_of, trial = _trial(request, (query, key, value), None, tensors)
+    selection, settings = _choose(registry, request, None, backend, trial)
     chosen = require(selection, registry, settings)
-    if not has_keys:
-        return partial(_answer_without_keys, request)
-    return _without_autocast(_dense_call(chosen, request, bool(tensors)), request)
+    return partial(_answer_without_keys, request) if trial is None else call_of(chosen)
 
 
 def bind_packed(
@@ -59,14 +55,9 @@ def bind_packed(
     tensors = tensor_options(options)
     reads = sequences.cu_seqlens_host is None and _rejects_empty(registry, request)
     known = _on_host(sequences, query, key) if reads else sequences
-
-    def run(candidate: AttentionBackend) -> object:
-        return _packed_call(candidate, request)(query, key, value, known, **tensors)
-
-    has_keys = bool(request.tokens_q and request.tokens_k)
-    selection, settings = _choose(registry, request, known, backend, run if has_keys else None)
-    chosen = require(selection, registry, settings)
-    call = _without_autocast(_packed_call(chosen, request), request)
+    call_of, trial = _trial(request, (query, key, value), known, tensors)
+    selection, settings = _choose(registry, request, known, backend, trial)
+    call = call_of(require(selection, registry, settings))
     if reads:
         call = partial(_read_first, call, selection, settings)
     if settings.validate == "full":
@@ -82,13 +73,37 @@ def explain_call(
     sequences: PackedSequences | None,
     options: Mapping[str, object],
     backend: object,
+    measure: bool = False,
 ) -> Selection:
-    """The selection of the call that these arguments would make; measures nothing."""
+    """The selection of the call that these arguments would make. With `measure` it measures what that call would; for
+    that, tensors may be shapes without memory of their own."""
     if sequences is None:
         request = dense_request(query, key, value, options)
     else:
         request = packed_request(query, key, value, sequences, options)
-    return _selection(registry, request, sequences, backend, environment.read(), None)
+    trial = None
+    if measure:
+        _, trial = _trial(request, (query, key, value), sequences, tensor_options(options))
+    return _selection(registry, request, sequences, backend, environment.read(), trial)
+
+
+def _trial(
+    request: AttentionRequest,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sequences: PackedSequences | None,
+    options: dict[str, Tensor],
+) -> tuple[Callable[[AttentionBackend], BoundCall], Trial | None]:
+    """The call of a backend, and what backends may be measured with; None for a call without queries or keys."""
+
+    def call_of(backend: AttentionBackend) -> BoundCall:
+        made = _dense_call(backend, request, bool(options)) if sequences is None else _packed_call(backend, request)
+        return _without_autocast(made, request)
+
+    if not (request.tokens_q and request.tokens_k):
+        return call_of, None
+    # Plans that losers make are kept with sequences of their own, and go with them.
+    rest = () if sequences is None else (replace(sequences, _memo={}),)
+    return call_of, Trial(call_of, tensors, rest, options)
 
 
 def _choose(
@@ -96,12 +111,12 @@ def _choose(
     request: AttentionRequest,
     sequences: PackedSequences | None,
     backend: object,
-    run: Callable[[AttentionBackend], object] | None,
+    trial: Trial | None,
 ) -> tuple[Selection, environment.Settings]:
     """The selection for a call, and the settings that it was made under."""
     settings = environment.read()
     environment.apply_log_level(settings)
-    selection = _selection(registry, request, sequences, backend, settings, run)
+    selection = _selection(registry, request, sequences, backend, settings, trial)
     if selection.chosen is not None:
         _log.info("%s, by %s, for %s", selection.chosen.name, selection.source, request.describe())
     return selection, settings
@@ -113,13 +128,13 @@ def _selection(
     sequences: PackedSequences | None,
     backend: object,
     settings: environment.Settings,
-    run: Callable[[AttentionBackend], object] | None,
+    trial: Trial | None,
 ) -> Selection:
     explicit = explicit_names(backend, settings)
     selection = select(request, registry, settings, explicit)
     if sequences is not None:
         _check_empty(sequences, selection, settings)
-    return tuned(selection, registry, settings, explicit, run)
+    return tuned(selection, registry, settings, explicit, trial)
 
 
 def _dense_call(backend: AttentionBackend, request: AttentionRequest, with_tensors: bool) -> BoundCall:

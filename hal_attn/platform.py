@@ -99,6 +99,17 @@ class Platform(ABC):
     def default_order(self, request: AttentionRequest) -> tuple[str, ...]:
         """Backend names, best first, for a request like this one."""
 
+    def order_source(self, request: AttentionRequest) -> str:
+        """Where `default_order` comes from for a request like this one: a measurement with its device and versions, a
+        publication, or that it is not measured; empty where there is nothing to say."""
+        return ""
+
+    def runtime_versions(self, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """(name, version) of what the speed of kernels on `device` depends on and `detect` leaves out, since finding it
+        may load libraries or initialise the device: driver, runtime, a processor's model. Measured choices are kept
+        apart by them."""
+        return ()
+
     def owns(self, device: torch.device) -> bool:
         """Whether tensors on `device` are this platform's."""
         return device.type == self.device_type

@@ -56,6 +56,12 @@ def has_parameter(function: Callable[..., object], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
+def line_of(path: Path, start: str = "") -> str:
+    """The first line of a text file that begins with `start`; "unknown" where there is none."""
+    text, _ = attempt(lambda: path.read_text(encoding="utf-8", errors="replace"), "")
+    return next((" ".join(line.split()) for line in text.splitlines() if line.startswith(start)), "unknown")
+
+
 def torch_build() -> str:
     """This PyTorch as reasons name it: "PyTorch 2.13.0+cpu"."""
     return f"PyTorch {torch.__version__}"

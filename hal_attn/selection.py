@@ -26,6 +26,7 @@ from hal_attn.refusal import Refusal
 from hal_attn.registry import Registry
 from hal_attn.request import AttentionRequest
 from hal_attn.settings import Settings
+from hal_attn.tuning.record import Record
 
 
 class Candidate(NamedTuple):
@@ -52,6 +53,8 @@ class Selection:
         source: what decided: who named it, the platform's default order, or a measurement.
         considered: (backend, refusals) in the order of preference, all of them, also those after the chosen one.
         notes: what a reader should know besides, such as a fallback.
+        order_source: where the platform's default order comes from: a measurement, a publication, or neither.
+        measurement: what was measured for calls like this one, where HAL_ATTN_AUTOTUNE uses it; None elsewhere.
     """
 
     request: AttentionRequest
@@ -60,6 +63,29 @@ class Selection:
     source: str
     considered: tuple[Candidate, ...]
     notes: tuple[str, ...] = ()
+    order_source: str = ""
+    measurement: Record | None = None
+
+    @property
+    def measured(self) -> tuple[tuple[str, float], ...]:
+        """(backend, milliseconds of one call) of those that were measured, the fastest first."""
+        return self.measurement.milliseconds if self.measurement else ()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and what there is to say about the order or the measurement that decided."""
+        told = list(self.notes)
+        if self.measurement is not None:
+            told.append(self.measurement.describe())
+        elif self.order_source:
+            told.append(f"the order of {self.platform.name} here: {self.order_source}")
+        return tuple(told)
+
+    def timing(self, candidate: Candidate) -> str:
+        """What was measured of a candidate: its time, or why it was left out; empty where nothing was."""
+        name, record = candidate.backend.name, self.measurement or Record()
+        time, reason = dict(record.milliseconds).get(name), dict(record.left_out).get(name, "")
+        return f"{time:.4g} ms" if time is not None else f"left out: {reason}" if reason else ""
 
     def verdict(self, candidate: Candidate) -> str:
         """What came of a candidate: "chosen", "takes it" (but another was preferred) or "refused"."""
@@ -74,10 +100,11 @@ class Selection:
             f"platform  {self.platform.name}{simulated}",
             f"chosen    {self.chosen.name if self.chosen else 'none'}, by {self.source}",
         ]
-        lines += [f"note      {note}" for note in self.notes]
+        lines += [f"note      {remark}" for remark in self.remarks]
         width = max((len(candidate.backend.name) for candidate in self.considered), default=0)
         for candidate in self.considered:
-            lines.append(f"  {candidate.backend.name:<{width}}  {self.verdict(candidate)}")
+            timing = f", {timing}" if (timing := self.timing(candidate)) else ""
+            lines.append(f"  {candidate.backend.name:<{width}}  {self.verdict(candidate)}{timing}")
             lines += [f"  {'':<{width}}    - {refusal}" for refusal in candidate.refusals]
         return "\n".join(lines)
 
@@ -168,9 +195,17 @@ def select(
         notes = (f"default_order() of {platform.name} failed: {failure}; its backends are tried as it lists them",)
     if explicit is None:
         chosen = next((candidate.backend for candidate in default if not candidate.refusals), None)
-        return Selection(request, platform, chosen, f"the default order of {platform.name}", default, notes)
+        source = f"the default order of {platform.name}"
+        return Selection(
+            request, platform, chosen, source, default, notes, order_source=_order_source(platform, request)
+        )
     selection = _select_named(explicit, platform, request, registry, settings, default)
     return replace(selection, notes=selection.notes + notes)
+
+
+def _order_source(platform: Platform, request: AttentionRequest) -> str:
+    why = attempt(partial(platform.order_source, request), "")[0]
+    return why if isinstance(why, str) else ""
 
 
 def _select_named(

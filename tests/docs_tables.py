@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,11 @@ from unittest import mock
 import torch
 from hal_attn_ascend.simulation import platform as ascend
 from hal_attn_cpu.platform import CpuPlatform
+from hal_attn_cuda.order import LAST, TABLE, Row
 from hal_attn_cuda.simulated import platform as cuda
 from hal_attn_rocm.simulated import platform as rocm
 
-from hal_attn import PackedSequences, explain
+from hal_attn import explain
 from hal_attn.capabilities import Capabilities
 from hal_attn.settings import VARIABLES
 from hal_attn.simulation.spec import EMPTY_LSE
@@ -34,14 +36,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 RUN = DOCS / "data" / "h200-backends.json"
 PLACE = re.compile(r"<!-- table: ([^\n]*) -->\n(.*?)<!-- end -->", re.DOTALL)
 KINDS = {"batched": False, "packed": True}
-EVERY, SHORT, PACKED = "batched", "batched, causal, fewer than 2,048 tokens", "packed"
-ORDERS = (
-    *(("cuda:sm90", kind) for kind in (EVERY, SHORT, PACKED)),
-    *(("cuda:sm100", kind) for kind in (EVERY, PACKED)),
-    *((f"cuda:{name}", "every") for name in ("sm80", "sm120")),
-    *((f"rocm:{name}", "every") for name in rocm.GENERATIONS),
-    ("ascend", "every"),
-)
+CUDA = {"cuda:sm90": 9, "cuda:sm100": 10, "cuda:sm80": 8, "cuda:sm120": 12}
 
 
 def table(*rows: tuple[str, ...]) -> str:
@@ -98,19 +93,26 @@ def _verdict(backend: str, calls: list[str], argument: str) -> str:
 
 
 def orders() -> str:
-    """The default order of each simulated device."""
-    rows = [(code(device), kind, ", ".join(map(code, _order(device, kind)))) for device, kind in ORDERS]
-    return table(("Device", "Calls", "Tried in this order"), *rows)
+    """The default order of each device, and where it comes from."""
+    rows = [_order(device, row.calls, (*row.order, *LAST), row.source) for device, row in _cuda_rows()]
+    query = torch.empty(1, 4096, 1, 64, dtype=torch.float16)
+    for device in (*(f"rocm:{name}" for name in rocm.GENERATIONS), "ascend"):
+        with mock.patch.dict(os.environ, {"HAL_ATTN_SIMULATE": device}):
+            found = explain(query, query, query)
+        names = [candidate.backend.name for candidate in found.considered]
+        rows.append(_order(device, "every", names, found.order_source))
+    return table(("Device", "Calls", "Tried in this order", "Source"), *rows)
 
 
-def _order(device: str, kind: str) -> list[str]:
-    length = 1024 if kind == SHORT else 4096
-    query = torch.empty(1, length, 1, 64, dtype=torch.float16)
-    options = {"causal": True} if kind == SHORT else {}
-    if kind == PACKED:
-        query, options = query[0], {"sequences": PackedSequences.from_lengths([length])}
-    with mock.patch.dict(os.environ, {"HAL_ATTN_SIMULATE": device}):
-        return [candidate.backend.name for candidate in explain(query, query, query, **options).considered]
+def _order(device: str, calls: str, names: Iterable[str], source: str) -> tuple[str, ...]:
+    return code(device), calls, ", ".join(map(code, names)), source
+
+
+def _cuda_rows() -> Iterator[tuple[str, Row]]:
+    """The rows of NVIDIA's table that count for each device."""
+    for device, generation in CUDA.items():
+        own = [row for row in TABLE if generation in row.generations]
+        yield from ((device, row) for row in own or [row for row in TABLE if not row.generations])
 
 
 def simulations() -> str:

@@ -47,7 +47,10 @@ PLOTTED = find_spec("matplotlib") is not None
 
 
 def wanted(device: torch.device, quick: bool, backend: str) -> list[Wanted]:
-    """Speed; then gradients; then float32 with gradients, on problems that one device does in a moment."""
+    """Speed, size by size; then gradients; then float32 with gradients, on problems that one device does in a moment.
+
+    A sample is many layers in a row, as in a model: the first one waits for the host and for the slower rank.
+    """
     if device.type == "cpu":
         sizes, small, heads, dim, dtype = (512,), 256, 4, 32, torch.float32
     else:
@@ -59,10 +62,20 @@ def wanted(device: torch.device, quick: bool, backend: str) -> list[Wanted]:
         packed = [mixed_lengths(count) for count in tokens]
         return problems(tokens, packed, (False, True), heads, heads, dim, dtype)
 
-    speed = Wanted(all_of(sizes, dtype), MODES, backend, False, True, Effort(3 if quick else 5, layers=4))
-    gradients = replace(speed, problems=all_of((small,), dtype), backward=True, effort=Effort(3, 1, 1))
+    speed = [
+        Wanted(all_of((size,), dtype), MODES, backend, False, True, Effort(3 if quick else 5, max(2, 400_000 // size)))
+        for size in sizes
+    ]
+    if device.type == "cpu":
+        speed = [replace(part, effort=Effort(3, 4)) for part in speed]
+    gradients = replace(speed[0], problems=all_of((small,), dtype), backward=True, effort=Effort(3, 1, 1))
     exact = replace(gradients, problems=all_of((small // 2,), torch.float32), backend=None, peers=False)
-    return [speed, gradients, exact]
+    return [*speed, gradients, exact]
+
+
+def _speed(device: torch.device) -> list[Problem]:
+    """The problems that `--quick` keeps."""
+    return [problem for part in wanted(device, True, "")[:-2] for problem in part.problems]
 
 
 def profile_ring(ranks: Ranks, problem: Problem, backend: str, folder: Path) -> Overlap | None:
@@ -165,7 +178,12 @@ def main() -> None:
             text = {**result.as_json(), "ring_overlap": None if found is None else asdict(found)}
             (arguments.folder / "results.json").write_text(json.dumps(text, indent=1) + "\n")
             if PLOTTED:
-                plot(parts[0].rows, ranks.size, result.facts["device"], arguments.folder / "results.png")
+                plot(
+                    [row for part in parts[:-2] for row in part.rows],
+                    ranks.size,
+                    result.facts["device"],
+                    arguments.folder / "results.png",
+                )
             output.show(output.fields(result.facts), "", *tables(result.rows), *result.missing, LEGEND)
             print("\n".join(summary(result, found)))
     sys.exit(0 if result.ok else 1)

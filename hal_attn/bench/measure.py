@@ -111,7 +111,7 @@ class Bench:
 
     def _local(self, row: Row, attend: Attend, truth: Sequence[Tensor]) -> Row:
         call = self._call(attend, row.passes)
-        ms, peak = timing.alone(self.ranks, call, self.effort), self._peak(call)
+        ms, peak = timing.together(self.ranks, call, self.effort), self._peak(call)
         sampled = truth[0].reshape(-1, *truth[0].shape[-2:])[self.problem.sampled().to(self.ranks.device)]
         exact = self.ranks.largest([_difference(sampled, self._exact)])[0]
         return replace(row, ms=ms, teraflops=self._rate(row, ms, 1), peak=peak, exact_error=exact)

@@ -16,6 +16,7 @@ VERBS = {
     "env": "Every environment variable and its value now.",
     "explain": "Which backend a call would take, and why.",
     "verify": "Whether each backend is right, as a report.",
+    "tuning": "The measured choices that are kept, and how to drop them.",
     "demo": "A real model on real text, packed.",
 }
 

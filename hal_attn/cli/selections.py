@@ -13,7 +13,7 @@ from hal_attn import inventory
 from hal_attn.cli import output
 from hal_attn.errors import InvalidAttentionInputError, UnsupportedAttentionError
 from hal_attn.registry import Registry
-from hal_attn.selection import Selection
+from hal_attn.selection import Candidate, Selection
 from hal_attn.settings import read
 
 
@@ -26,31 +26,51 @@ def selection_facts(selection: Selection, subject: str = "Request") -> Table:
         "Chosen": Text(chosen.name if chosen else "none", style="bold green" if chosen else "bold red"),
         "Decided by": selection.source,
     }
-    if selection.notes:
-        facts["Note"] = "\n".join(selection.notes)
+    if selection.remarks:
+        facts["Note"] = "\n".join(selection.remarks)
     return output.fields(facts)
 
 
 def candidates_table(selection: Selection) -> Table:
-    """Every candidate in the order of preference, and each rule by which it refuses."""
+    """Every candidate in the order of preference, what was measured of it, and each rule by which it refuses."""
+    timed = bool(selection.measured)
     rows: list[tuple[RenderableType, ...]] = [
         (
             candidate.backend.name,
             output.state(selection.verdict(candidate)),
-            output.bullets([output.refusal(reason, reason.hint) for reason in candidate.refusals]),
+            *([_milliseconds(selection, candidate)] if timed else []),
+            output.bullets([*_left_out(selection, candidate), *_refusals(candidate)]),
         )
         for candidate in selection.considered
     ]
-    return output.table(("Candidate", "Verdict", "Why not"), rows)
+    return output.table(("Candidate", "Verdict", *(["Measured"] if timed else []), "Why not"), rows)
+
+
+def _milliseconds(selection: Selection, candidate: Candidate) -> str:
+    time = dict(selection.measured).get(candidate.backend.name)
+    return "" if time is None else f"{time:.4g} ms"
+
+
+def _left_out(selection: Selection, candidate: Candidate) -> list[RenderableType]:
+    reasons = dict(selection.measurement.left_out) if selection.measurement else {}
+    reason = reasons.get(candidate.backend.name)
+    return [] if reason is None else [Text(f"left out of the measurement: {reason}")]
+
+
+def _refusals(candidate: Candidate) -> list[RenderableType]:
+    return [output.refusal(reason, reason.hint) for reason in candidate.refusals]
 
 
 def selection_json(selection: Selection) -> dict[str, object]:
-    """A selection as JSON: platform, chosen, source, notes, considered."""
+    """A selection as JSON: platform, chosen, source, order_source, notes, measurement, considered."""
+    record = selection.measurement
     return {
         "platform": {"name": selection.platform.name, "simulated": selection.platform.simulated},
         "chosen": selection.chosen.name if selection.chosen else None,
         "source": selection.source,
+        "order_source": selection.order_source or None,
         "notes": list(selection.notes),
+        "measurement": None if record is None else {**record.json(), "origin": record.origin},
         "considered": [
             {
                 "backend": candidate.backend.name,

@@ -18,16 +18,47 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hal_attn.sequence_parallel.peers import PeerCopies, Tensors
 from hal_attn.sequence_parallel.work import RowSet
 
-Tensors = tuple[Tensor, ...]
 Consume = Callable[[int, Tensors], None]
 Contribute = Callable[[int, Tensors], Tensor]
+
+
+class Transfer(Protocol):
+    """Tensors on their way."""
+
+    def wait(self) -> Tensors:
+        """They are there, for what the current stream is given from now on."""
+
+    def done(self) -> None:
+        """What reads them was given to the current stream."""
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """By collectives; `sent` is kept until it is gone."""
+
+    received: Tensors
+    works: Sequence[dist.Work]
+    sent: Tensors
+
+    def wait(self) -> Tensors:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+    def done(self) -> None:
+        """The tensors are nobody else's."""
+
+
+_NOTHING = _Transfer((), (), ())
 
 
 class Exchange(ABC):
@@ -61,20 +92,23 @@ class RingExchange(Exchange):
         coordinate: this rank's place in the ring, as in the group.
         hops: how far the keys have come at each hop, from 0; hops that nobody needs are not among them.
         rows: rows of each coordinate's keys.
+        peers: the quicker way for keys, where there is one.
     """
 
     group: dist.ProcessGroup
     coordinate: int
     hops: tuple[int, ...]
     rows: tuple[int, ...]
+    peers: PeerCopies | None = None
 
     def forward(self, own: Tensors, consume: Consume) -> None:
         held = own
+        arrived: Transfer = _NOTHING
         for index in range(len(self.hops)):
-            sent = self._send_on(held, index) if index + 1 < len(self.hops) else None
+            sent: Transfer = self._send_keys(held, index) if index + 1 < len(self.hops) else _NOTHING
             consume(index, held)
-            if sent is not None:
-                held = sent.wait()
+            arrived.done()
+            held, arrived = sent.wait(), sent
 
     def backward(self, own: Tensors, contribute: Contribute) -> Tensor:
         held = own
@@ -95,6 +129,13 @@ class RingExchange(Exchange):
         """Whose keys this rank holds at that hop."""
         return (self.coordinate - self.hops[index]) % len(self.rows)
 
+    def _send_keys(self, held: Tensors, index: int) -> Transfer:
+        places, source = self.hops[index + 1] - self.hops[index], self.source(index + 1)
+        if self.peers is not None and self.peers.take(held):
+            to = (self.coordinate + places) % len(self.rows)
+            return self.peers.send(held, to, self.rows[source], max(self.rows))
+        return self._send_on(held, index)
+
     def _send_on(self, held: Tensors, index: int) -> _Transfer:
         return self._transfer(held, self.hops[index + 1] - self.hops[index], self.source(index + 1))
 
@@ -110,35 +151,24 @@ class RingExchange(Exchange):
 
 
 @dataclass(frozen=True)
-class _Transfer:
-    """Tensors on their way; `sent` is kept until it is gone."""
-
-    received: Tensors
-    works: Sequence[dist.Work]
-    sent: Tensors
-
-    def wait(self) -> Tensors:
-        for work in self.works:
-            work.wait()
-        return self.received
-
-
-@dataclass(frozen=True)
 class GatherExchange(Exchange):
     """All that the local queries can see, from all ranks at once.
 
     Attributes:
         sends: by coordinate, which own rows it sees; `receives`, how many rows of it are seen here. Own: none.
+        peers: the quicker way for keys between two ranks, where there is one.
     """
 
     group: dist.ProcessGroup
     sends: tuple[RowSet, ...]
     receives: tuple[int, ...]
+    peers: PeerCopies | None = None
 
     def forward(self, own: Tensors, consume: Consume) -> None:
-        sent = self._gather(own)
+        sent = self._send_keys(own)
         consume(0, own)
         consume(1, sent.wait())
+        sent.done()
 
     def backward(self, own: Tensors, contribute: Contribute) -> Tensor:
         sent = self._gather(own)
@@ -149,6 +179,15 @@ class GatherExchange(Exchange):
         for rows, part in zip(self.sends, home.split(counts), strict=True):
             rows.add(gradient, part)
         return gradient
+
+    def _send_keys(self, own: Tensors) -> Transfer:
+        # A slot has room for the keys of one rank.
+        if self.peers is not None and len(self.sends) == 2 and self.peers.take(own):
+            to = 1 - dist.get_rank(self.group)
+            keys = tuple(self.sends[to].take(tensor) for tensor in own)
+            rows = self.receives[to]
+            return self.peers.send(keys, to, rows, max(rows, self.sends[to].count))
+        return self._gather(own)
 
     def _gather(self, own: Tensors) -> _Transfer:
         parts = tuple(_joined([rows.take(tensor) for rows in self.sends if rows.count], tensor) for tensor in own)

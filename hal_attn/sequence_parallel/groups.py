@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.sequence_parallel.agreement import agreed
 from hal_attn.sequence_parallel.description import Layout, Masks, PerSequence
+from hal_attn.sequence_parallel.peers import PeerCopies
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +51,11 @@ class SequenceParallelGroups:
     exchanging: dist.ProcessGroup | None = None
     exchanging_heads: dist.ProcessGroup | None = None
     ranks: tuple[int, ...] = (0,)
+
+    @cached_property
+    def peers(self) -> PeerCopies | None:
+        """The way between GPUs of one host for those that exchange keys; None for one rank."""
+        return None if self.exchanging is None else PeerCopies(self.exchanging)
 
     @classmethod
     def create(

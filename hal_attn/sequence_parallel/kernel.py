@@ -15,12 +15,17 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from hal_attn import registry as registries
 from hal_attn.backend import AttentionBackend
+from hal_attn.binding import explain_call
 from hal_attn.chunked import chunked_gradients
-from hal_attn.functional import attention, explain, select_backend, varlen_attention
+from hal_attn.functional import attention, explain, varlen_attention
+from hal_attn.packing import PackedSequences
+from hal_attn.selection import require
 from hal_attn.sequence_parallel.blocks import Band
+from hal_attn.sequence_parallel.costs import Costs, added, costs_of
 from hal_attn.sequence_parallel.work import Call, RowSet
-from hal_attn.settings import fingerprint
+from hal_attn.settings import fingerprint, read
 from hal_attn.transfer import to_device
 
 
@@ -89,9 +94,9 @@ class LocalKernel(ABC):
         """The gradients of each call of `forward`."""
 
     @abstractmethod
-    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str] | None:
-        """Names of the backends that take every call of this rank, best first; None where it has none. Tensors are
-        shapes only.
+    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> Costs | None:
+        """The backends that take every call of this rank, best first, and what all calls cost; None where it has none.
+        Tensors are shapes only. HAL_ATTN_AUTOTUNE=on measures here, by shapes.
 
         Raises:
             UnsupportedAttentionError, BackendNotAvailableError: a call that none takes.
@@ -137,8 +142,8 @@ class PackedKernel(LocalKernel):
             query_grad, key_grad, value_grad = _packed_gradients(call, rows, given.take(call.queries), settings)
             yield Gradient(call.queries, query_grad, call.keys, key_grad, value_grad)
 
-    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str] | None:
-        names: list[str] | None = None
+    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> Costs | None:
+        costs: Costs | None = None
         for call in (call for hop in self.calls for call in hop):
             shaped = (
                 _shaped(query, call.queries.count),
@@ -146,18 +151,17 @@ class PackedKernel(LocalKernel):
                 _shaped(value, call.keys.count),
             )
             band = {"causal": call.causal, "window_size": call.window_size}
-            able = _able(shaped, settings, sequences=call.sequences, **band)
-            names = able if names is None else [name for name in names if name in able]
-        return names
+            costs = added(costs, _costs(shaped, settings, call.sequences, **band))
+        return costs
 
 
-def _able(tensors: Sequence[Tensor], settings: Settings, **options: Any) -> list[str]:
-    """Names of the backends that take a call, best first; raises where none does."""
-    options |= {"backend": settings.backend, **settings.options()}
+def _costs(tensors: Sequence[Tensor], settings: Settings, sequences: PackedSequences | None, **options: Any) -> Costs:
+    """Of one call; raises where no backend takes it."""
     query, key, value = tensors
-    considered = explain(query, key, value, **options).considered
-    names = [candidate.backend.name for candidate in considered if not candidate.refusals]
-    return names or [select_backend(query, key, value, **options).name]
+    registry, options = registries.default_registry(), {**options, **settings.options()}
+    found = explain_call(registry, query, key, value, sequences, options, settings.backend, measure=True)
+    require(found, registry, read())
+    return costs_of(found)
 
 
 def _shaped(tensor: Tensor, rows: int) -> Tensor:
@@ -311,8 +315,8 @@ class MaskedKernel(LocalKernel):
         flat = [gradient.flatten(0, 1) for gradient in grads]
         yield Gradient(where.queries, flat[0], where.keys, flat[1], flat[2])
 
-    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> list[str] | None:
-        names: list[str] | None = None
+    def backends(self, query: Tensor, key: Tensor, value: Tensor, settings: Settings) -> Costs | None:
+        costs: Costs | None = None
         for where in self.hops:
             if where.empty:
                 continue
@@ -320,9 +324,9 @@ class MaskedKernel(LocalKernel):
                 _shaped(tensor, self.batch * count).unflatten(0, (self.batch, count))
                 for tensor, count in zip((query, key, value), (where.count, where.count_k, where.count_k), strict=True)
             ]
-            able = _able(shaped, settings, **self._masks(where, slice(0, query.shape[1]), query.device))
-            names = able if names is None else [name for name in names if name in able]
-        return names
+            masks = self._masks(where, slice(0, query.shape[1]), query.device)
+            costs = added(costs, _costs(shaped, settings, None, **masks))
+        return costs
 
     def _rows(self, where: MaskedHop, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._batched(query, where.queries), self._batched(key, where.keys), self._batched(value, where.keys)

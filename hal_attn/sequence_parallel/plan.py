@@ -12,6 +12,7 @@ from torch import Tensor
 from hal_attn.backend import AttentionResult
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.sequence_parallel.agreement import agreed
+from hal_attn.sequence_parallel.costs import Costs, best_for_all
 from hal_attn.sequence_parallel.description import Description, describe
 from hal_attn.sequence_parallel.engine import Engine, PlanAttention
 from hal_attn.sequence_parallel.exchange import Exchange, GatherExchange, NoExchange, RingExchange
@@ -173,9 +174,9 @@ class Plan:
             return NoExchange()
         if groups.kv_gather > 1:
             own = groups.exchange_rank
-            return GatherExchange(groups.exchanging, schedule.sends(own), schedule.receives(own))
+            return GatherExchange(groups.exchanging, schedule.sends(own), schedule.receives(own), groups.peers)
         counts = tuple(rows.count for rows in schedule.travelling)
-        return RingExchange(groups.exchanging, groups.exchange_rank, schedule.hops, counts)
+        return RingExchange(groups.exchanging, groups.exchange_rank, schedule.hops, counts, groups.peers)
 
     @cached_property
     def _packed_kernel(self) -> PackedKernel:
@@ -215,16 +216,15 @@ class Plan:
         if key in self._agreed:
             return self._agreed[key]
 
-        def able() -> list[str] | None:
+        def able() -> Costs | None:
             tensors = given.checked(self)
             masks = masks_without_values(self, given.mask, given.key_padding_mask)
             return self._kernel(*masks).backends(*self._heads_here(tensors), given.settings(given.backend))
 
-        _, found = agreed(self.groups.everyone, able, lambda names: {**told, "_backends": names})
-        lists: list[Any] = [names for about in found if (names := about["_backends"]) is not None]
-        common = [name for name in lists[0] if all(name in other for other in lists)] if lists else []
+        _, found = agreed(self.groups.everyone, able, lambda costs: {**told, "_costs": costs})
+        costs: list[Any] = [each for about in found if (each := about["_costs"]) is not None]
         # Without one that takes all calls, each call chooses its own; every rank has seen that there is one.
-        self._agreed[key] = common[0] if common else given.backend
+        self._agreed[key] = best_for_all(costs) or given.backend
         return self._agreed[key]
 
     def _heads_here(self, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

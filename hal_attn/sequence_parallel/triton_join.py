@@ -40,7 +40,6 @@ def join_states(  # type: ignore[no-untyped-def]
     top = tl.where(top == float("-inf"), 0.0, top)
     joined = top + tl.log(tl.exp(before - top) + tl.exp(new - top))
     share = tl.where(new == float("-inf"), 0.0, tl.exp(new - joined))
-    tl.store(lse + head * lse_head + rows, joined, mask=there)
     columns = tl.arange(0, wide)[None, :]
     inside = there[:, None] & (columns < dim)
     places = output + rows[:, None] * output_row + head * output_head + columns
@@ -48,5 +47,8 @@ def join_states(  # type: ignore[no-untyped-def]
     other = tl.load(part + of_part[:, None] * part_row + head * part_head + columns, mask=inside, other=0.0)
     weight = share[:, None]
     merged = own + weight * (other.to(tl.float32) - own)
+    # Several warps load the same rows: one that stores before another has loaded would have its part joined twice.
+    tl.debug_barrier()
+    tl.store(lse + head * lse_head + rows, joined, mask=there)
     # A part without weight may hold anything.
     tl.store(places, tl.where(weight == 0.0, own, merged).to(output.dtype.element_ty), mask=inside)

@@ -34,6 +34,10 @@ class SimulatedPlatform(Platform):
     def devices(self) -> tuple[DeviceInfo, ...]:
         return (DeviceInfo("cpu", f"simulated {self.spec.generation}", self.spec.generation),)
 
+    def runtime_versions(self, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """None: what is measured of a simulation says nothing, and is kept by what HAL_ATTN_SIMULATE says."""
+        return ()
+
     def owns(self, device: torch.device) -> bool:
         return device.type == "cpu"
 

@@ -70,6 +70,14 @@ class AscendPlatform(Platform):
     def default_order(self, request: AttentionRequest) -> tuple[str, ...]:
         return ("ascend_fa", "ascend_pfa", "ascend_sdpa", "ascend_math")
 
+    def order_source(self, request: AttentionRequest) -> str:
+        return "not measured; the fused operators before PyTorch's"
+
+    def runtime_versions(self, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """CANN and the driver, by torch_npu, which answers "" where it cannot tell (CANN before 8.1)."""
+        version_of_part = _npu().utils.get_cann_version
+        return tuple((name, str(version_of_part(part))) for name, part in (("CANN", "CANN"), ("driver", "DRIVER")))
+
     def validate(self, request: AttentionRequest) -> tuple[Refusal, ...]:
         """NPUs multiply no float64 matrices, and 310P cards have no bfloat16."""
         if request.dtype == torch.float64:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import platform as machine
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.platform import Detection, DeviceInfo, Platform
+from hal_attn.probing import line_of
 from hal_attn.request import AttentionRequest
 
 
@@ -36,6 +38,10 @@ class CpuPlatform(Platform):
 
     def default_order(self, request: AttentionRequest) -> tuple[str, ...]:
         return ("cpu_flash", "cpu_sdpa", "cpu_math")
+
+    def runtime_versions(self, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """The processor's model, which `platform.processor()` mostly leaves out."""
+        return (("processor", line_of(Path("/proc/cpuinfo"), "model name")),)
 
     @cached_property
     def _backends(self) -> tuple[AttentionBackend, ...]:

@@ -1,39 +1,83 @@
-"""Which backend is tried first on which generation: by measurement where there is one (H200, PyTorch 2.11, bf16)."""
+"""Which backend is tried first, by device generation and kind of call: a table, and where each row comes from."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from hal_attn.portable.generation import compute_capability
 from hal_attn.request import AttentionRequest
 
 LAST = ("torch_efficient", "torch_math")
-# Below this, a causal batch is quicker on cuDNN: 426 TFLOP/s at 1,024 tokens, FlashAttention 4 has 410, 3 has 315. At
-# 4,096 tokens FlashAttention 3 leads with 628, before 4 with 572 and cuDNN with 569.
-SHORT = 2048
+
+
+@dataclass(frozen=True)
+class Row:
+    """The order for some calls on some generations; of the rows that fit, the first counts.
+
+    Attributes:
+        generations: major compute capabilities; none means every one.
+        calls: the calls, for people.
+        order: backend names, best first; `LAST` follows.
+        source: where that comes from.
+        packed, causal, gradients: what the calls must be; None is either.
+        below: the longest query and key length is below this; None is any.
+    """
+
+    generations: tuple[int, ...]
+    calls: str
+    order: tuple[str, ...]
+    source: str
+    packed: bool | None = None
+    causal: bool | None = None
+    gradients: bool | None = None
+    below: int | None = None
+
+    def fits(self, request: AttentionRequest, generation: int) -> bool:
+        """Whether it is for calls like this one."""
+        asked = ((self.packed, request.packed), (self.causal, request.causal), (self.gradients, request.wants_gradient))
+        longest = max(request.seqlen_q or 0, request.seqlen_k or 0)
+        return (
+            (not self.generations or generation in self.generations)
+            and all(want is None or want == have for want, have in asked)
+            and (self.below is None or longest < self.below)
+        )
+
+
+_H200 = "measured on an H200, PyTorch 2.11, bfloat16, forward (docs/data/h200-kernels.json)"
+_LIKE_H200 = "not measured with gradients; the forward pass was, on an H200"
+_LONGER = "not measured at these lengths; 4,096 tokens and more were, on an H200"
+_FA4_PAPER = "not measured here; published for B200, bfloat16: FlashAttention 4 before cuDNN 9.13 (arXiv:2603.05451)"
+_NOT_MEASURED = "not measured; FlashAttention 2 was written for sm80"
+
+_SHORT, _SHORT_FULL = (f"batched, {band}, fewer than 2,048 tokens" for band in ("causal", "full"))
+_FA3_FIRST = ("flash_attn_3", "flash_attn_4", "torch_cudnn", "flash_attn", "torch_flash")
+_FA3_PACKED = ("flash_attn_3", "flash_attn_4", "flashinfer_cudnn", "flash_attn", "torch_flash", "torch_cudnn")
+_CUDNN_FIRST = ("torch_cudnn", "flash_attn_4", "flash_attn_3", "flash_attn", "torch_flash")
+_BLACKWELL = ("flash_attn_4", "torch_cudnn", "flash_attn", "torch_flash")
+_BLACKWELL_PACKED = ("flash_attn_4", "flashinfer_cudnn", "torch_cudnn", "flash_attn", "torch_flash")
+_OTHERS = ("flash_attn", "torch_flash", "torch_cudnn", "flash_attn_3", "flash_attn_4", "flashinfer_cudnn")
+
+# Where FlashAttention 4 is the fastest by up to 3 percent, 3 stays before it: 4 compiles at the first call of a kind.
+TABLE = (
+    Row((9,), "packed", _FA3_PACKED, _H200, packed=True, gradients=False),
+    Row((9,), "packed, gradients", _FA3_PACKED, _LIKE_H200, packed=True),
+    Row((9,), _SHORT, _CUDNN_FIRST, _H200, causal=True, gradients=False, below=2048),
+    Row((9,), f"{_SHORT}, gradients", _CUDNN_FIRST, _LIKE_H200, causal=True, below=2048),
+    Row((9,), _SHORT_FULL, _FA3_FIRST, _LONGER, causal=False, below=2048),
+    Row((9,), "batched", _FA3_FIRST, _H200, gradients=False),
+    Row((9,), "batched, gradients", _FA3_FIRST, _LIKE_H200),
+    Row((10, 11), "packed", _BLACKWELL_PACKED, _FA4_PAPER, packed=True),
+    Row((10, 11), "batched", _BLACKWELL, _FA4_PAPER),
+    Row((), "every", _OTHERS, _NOT_MEASURED),
+)
+
+
+def row_for(request: AttentionRequest, architecture: str) -> Row:
+    """The row of the table for a request on a device generation ("sm90"); an unknown one counts as sm80."""
+    generation = (compute_capability(architecture) or 80) // 10
+    return next(row for row in TABLE if row.fits(request, generation))
 
 
 def default_order(request: AttentionRequest, architecture: str) -> tuple[str, ...]:
     """Backend names, best first; those that the device cannot run refuse by themselves."""
-    generation = (compute_capability(architecture) or 80) // 10
-    first = {9: _hopper(request), 10: _blackwell(request), 11: _blackwell(request)}.get(generation, _others(request))
-    return (*first, *LAST)
-
-
-def _hopper(request: AttentionRequest) -> tuple[str, ...]:
-    if request.packed:
-        # 10 sequences of 16,384 to 32 tokens: FlashAttention 3 has 687 TFLOP/s, 4 has 686, PyTorch's own 355.
-        return ("flash_attn_3", "flash_attn_4", "flashinfer_cudnn", "flash_attn", "torch_flash", "torch_cudnn")
-    short = request.causal and max(request.seqlen_q or 0, request.seqlen_k or 0) < SHORT
-    if short:
-        return ("torch_cudnn", "flash_attn_4", "flash_attn_3", "flash_attn", "torch_flash")
-    return ("flash_attn_3", "flash_attn_4", "torch_cudnn", "flash_attn", "torch_flash")
-
-
-def _blackwell(request: AttentionRequest) -> tuple[str, ...]:
-    """Not measured: FlashAttention 4 and cuDNN have kernels for it, FlashAttention 2 runs Ampere's."""
-    packed = ("flashinfer_cudnn",) if request.packed else ()
-    return ("flash_attn_4", *packed, "torch_cudnn", "flash_attn", "torch_flash")
-
-
-def _others(request: AttentionRequest) -> tuple[str, ...]:
-    """sm80 to sm89 and sm12x. Not measured: FlashAttention 2 was written for the first of them."""
-    return ("flash_attn", "torch_flash", "torch_cudnn", "flash_attn_3", "flash_attn_4", "flashinfer_cudnn")
+    return (*row_for(request, architecture).order, *LAST)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.platform import Detection, DeviceInfo, Platform
 from hal_attn.portable.generation import compute_capability
-from hal_attn.probing import DeviceKind, torch_build, torch_cuda_obstacle, versions_of
+from hal_attn.probing import DeviceKind, line_of, torch_build, torch_cuda_obstacle, versions_of
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 from hal_attn_cuda.backends import INSTALLED, make_backends
-from hal_attn_cuda.order import default_order
+from hal_attn_cuda.order import default_order, row_for
 
 LIBRARIES = (
     "flash-attn",
@@ -22,12 +23,16 @@ LIBRARIES = (
     "flash-attn-4",
     "flashinfer-python",
     "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-frontend",
+    "nvidia-cutlass-dsl",
     "triton",
 )
 INSTALL = (
     "on a machine with an NVIDIA device, install PyTorch's CUDA build (pytorch.org/get-started lists the command; "
     "on Linux x86-64 it is what `pip install torch` brings), then pip install 'hal-attn[cuda]'"
 )
+DRIVER = Path("/proc/driver/nvidia/version")
 DEVICES = DeviceKind(
     "NVIDIA device",
     # Discrete GPUs; the integrated ones of Jetson; WSL.
@@ -71,6 +76,14 @@ class CudaPlatform(Platform):
 
     def default_order(self, request: AttentionRequest) -> tuple[str, ...]:
         return default_order(request, self.architecture(request.device))
+
+    def order_source(self, request: AttentionRequest) -> str:
+        return row_for(request, self.architecture(request.device)).source
+
+    def runtime_versions(self, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """The CUDA that PyTorch was built with, the cuDNN that it loads, and the driver."""
+        cudnn = str(torch.backends.cudnn.version())
+        return (("CUDA", str(torch.version.cuda)), ("cuDNN", cudnn), ("driver", line_of(DRIVER)))
 
     def validate(self, request: AttentionRequest) -> tuple[Refusal, ...]:
         """A device that is older than all that this PyTorch was built for runs no kernel at all."""

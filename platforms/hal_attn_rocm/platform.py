@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from importlib import import_module
+from pathlib import Path
+from platform import release
 from typing import Any
 
 import torch
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.platform import Detection, DeviceInfo, Platform
-from hal_attn.probing import DeviceKind, torch_build, torch_cuda_obstacle, versions_of
+from hal_attn.probing import DeviceKind, line_of, torch_build, torch_cuda_obstacle, versions_of
 from hal_attn.request import AttentionRequest
 
 LIBRARIES = ("amd-aiter", "flash-attn", "triton", "pytorch-triton-rocm")
@@ -33,6 +35,7 @@ ORDERS = {
     "gfx9": ("flash_attn", "aiter", "torch_flash", "torch_efficient", "torch_math", "aiter_triton"),
     "": ("flash_attn", "torch_flash", "torch_efficient", "torch_math", "aiter", "aiter_triton"),
 }
+DRIVER = Path("/sys/module/amdgpu/version")
 
 
 class RocmPlatform(Platform):
@@ -67,6 +70,14 @@ class RocmPlatform(Platform):
         Triton; a library without kernels for the generation comes after `torch_math`, which takes everything."""
         architecture = self.architecture(request.device)
         return next(order for start, order in ORDERS.items() if architecture.startswith(start))
+
+    def order_source(self, request: AttentionRequest) -> str:
+        return "not measured; AITER first where it has assembly"
+
+    def runtime_versions(self, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """The ROCm that PyTorch was built with, and the driver: amdgpu's own version, or else the kernel's."""
+        driver = line_of(DRIVER)
+        return (("ROCm", str(torch.version.hip)), ("driver", release() if driver == "unknown" else driver))
 
     def architecture(self, device: torch.device) -> str:
         """The generation of a device of this platform, "gfx942"; initialises HIP."""

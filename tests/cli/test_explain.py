@@ -96,7 +96,8 @@ def test_it_says_what_the_function_says(run):
 
 def test_json_keys(run):
     found = explained(run)
-    assert list(found) == ["ok", "request", "platform", "chosen", "source", "notes", "considered"]
+    names = ["ok", "request", "platform", "chosen", "source", "order_source", "notes", "measurement", "considered"]
+    assert list(found) == names
     assert found["platform"] == {"name": "cpu", "simulated": False}
     assert [row["verdict"] for row in found["considered"]] == ["chosen", "takes it", "takes it"]
 

@@ -88,3 +88,25 @@ def test_what_a_part_without_weight_holds_does_not_matter():
     assert fused.takes(output, lse, part, part_lse)
     fused.join(output, lse, RowSet(64), part, part_lse)
     torch.testing.assert_close((output, lse), before)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [1, 64, 128])
+def test_no_part_is_joined_twice(dim):
+    """Each thread of the kernel must have read a row before any writes it: with many rows, a race shows itself."""
+    rows = RowSet(20000, None, torch.randperm(40000)[:20000].sort().values)
+    output, lse = randn(40000, 12, dim, seed=1).cuda(), randn(12, 40000, seed=2).cuda()
+    part, part_lse = randn(20000, 12, dim, seed=3).cuda(), randn(12, 20000, seed=4).cuda()
+
+    def joined():
+        own, own_lse = output.clone(), lse.clone()
+        fused.join(own, own_lse, rows, part, part_lse)
+        return own, own_lse
+
+    first = joined()
+    plain = PartialStates(40000, 12, dim, output.device, torch.float32)
+    plain.add(RowSet(40000), output.clone(), lse.clone())
+    plain._join_plainly(plain._output, plain._lse, rows, part, part_lse)
+    torch.testing.assert_close(first, (plain.output, plain.lse))
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(joined(), first, strict=True))
