@@ -69,7 +69,7 @@ class Platform(ABC):
     Attributes:
         name: what HAL_ATTN_PLATFORM calls it.
         device_type: `torch.device.type` of its tensors.
-        process_group_backend: the `torch.distributed` backend for its devices.
+        process_group_backend: the `torch.distributed` backend for its devices; empty where there is none.
         rejects_empty_sequences: packed sequences without tokens are refused unless HAL_ATTN_EMPTY_SEQUENCES=compact.
         simulated: it runs a vendor's adapter over simulated kernels.
         api_version: the version of this contract that it was written for, `API_VERSION` then, as a number. It has no

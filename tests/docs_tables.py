@@ -28,6 +28,7 @@ from hal_attn import explain
 from hal_attn.capabilities import Capabilities
 from hal_attn.settings import VARIABLES
 from hal_attn.simulation.spec import EMPTY_LSE
+from hal_attn.testing import RULES
 from tests import arguments
 from tests.cuda.hardware import BACKENDS
 from tests.sequence_parallel import coverage
@@ -60,6 +61,11 @@ def capabilities() -> str:
     backends = CpuPlatform().backends()
     rows = [(code(f.name), *(_claim(getattr(b.capabilities, f.name)) for b in backends)) for f in fields(Capabilities)]
     return table(("Capability", *(code(backend.name) for backend in backends)), *rows)
+
+
+def conformance_rules() -> str:
+    """The rules of the conformance kit."""
+    return table(("Rule", "What it says"), *RULES.items())
 
 
 def _claim(value: object) -> str:
@@ -156,6 +162,7 @@ TABLES = {
     "simulations": simulations,
     "h200 backends": hardware,
     "h200 choices": choices,
+    "conformance rules": conformance_rules,
     "sequence parallel coverage": lambda: table(*coverage.rows()),
 }
 

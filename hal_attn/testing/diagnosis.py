@@ -22,6 +22,8 @@ ROUNDING = 0.03
 
 def of_output(problem: Problem, found: Tensor, right: Expected, comparison: Comparison, rule: str) -> Outcome:
     """The failure of an output `[B, Sq, H, Dv]` or `[Tq, H, Dv]`."""
+    if found.shape != right.output.shape:
+        return failed(f"output: {comparison}", "contract", comparison)
     known = _closest([(s.text, s.rule, s.answer) for s in suspects(problem)], problem, found, right.output, 0)
     if known is None:
         blind = blind_output(found, right.lse)

@@ -59,7 +59,7 @@ def _of_lse(subject: Subject, problem: Problem, refusals: tuple[Refusal, ...]) -
         return failed("the LSE is detached from the inputs, and lse_gradient is claimed", "gradients")
     found = torch.autograd.grad(_loss(output, lse), given.tensors)
     exact, plain = (_gradients(problem, function) for function in _functions(problem))
-    return _judge(subject, ("query", "key", "value"), found, exact, plain)
+    return _judge(subject, ("query", "key", "value"), found, exact, plain, problem.query.dtype)
 
 
 def _of_option(subject: Subject, problem: Problem, name: str, refusals: tuple[Refusal, ...]) -> Outcome:
@@ -72,7 +72,7 @@ def _of_option(subject: Subject, problem: Problem, name: str, refusals: tuple[Re
         return failed(f"the output is detached from {name}, whose gradient is claimed", "gradients")
     found = torch.autograd.grad(_loss(output, None), [problem.options[name]])
     exact, plain = (_gradients(problem, function, name) for function in _functions(problem))
-    return _judge(subject, (name,), found, exact, plain)
+    return _judge(subject, (name,), found, exact, plain, problem.query.dtype)
 
 
 def _functions(problem: Problem) -> tuple[Any, Any]:
@@ -111,10 +111,11 @@ def _judge(
     found: tuple[Tensor, ...],
     exact: tuple[Tensor, ...],
     plain: tuple[Tensor, ...],
+    dtype: torch.dtype,
 ) -> Outcome:
     largest = max(gradient.abs().max().item() for gradient in exact)
     for name, have, right, simple in zip(names, found, exact, plain, strict=True):
-        comparison = gradient_comparison(subject, have, right, simple, largest)
+        comparison = gradient_comparison(subject, have, right, simple, largest, dtype)
         if not comparison.ok:
             return diagnosis.of_gradient(name, have.cpu(), right, comparison)
     return passed(comparison)

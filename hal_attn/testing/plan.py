@@ -39,7 +39,7 @@ def plan(subject: Subject, effort: Effort) -> tuple[Planned, ...]:
 
 def claimed(planned: tuple[Planned, ...]) -> tuple[str, ...]:
     """The features of calls that the backend takes, as far as it was asked."""
-    taken = {each.feature for each in planned if not each.refusals}
+    taken = {each.feature for each in planned if not each.refusals and each.rule != "claims"}
     return tuple(feature for feature in FEATURES if feature in taken)
 
 
@@ -128,7 +128,8 @@ def _others(subject: Subject, base: Base) -> Iterator[Planned]:
             for each in module.plans(subject, base, batches_taken, packs_taken)
         ),
     ]
-    if subject.road.backend.implements("forward_ring_kv_chunk"):
+    # The LSE is float32, so what is merged by it has the digits of float32.
+    if subject.road.backend.implements("forward_ring_kv_chunk") and base.dtype != torch.float64:
         made += ring.plans(subject, base)
     for each in made:
         yield Planned(each.name + suffix, each.feature, each.rule, each.run, each.request, each.refusals)

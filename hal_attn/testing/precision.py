@@ -48,6 +48,7 @@ def compare(
     plain: Tensor,
     *,
     largest_gradient: float | None = None,
+    dtype: torch.dtype | None = None,
     declared: float | None = None,
 ) -> Comparison:
     """`result` held to the precision rule, with -inf in the same places and nothing else that is not finite.
@@ -55,6 +56,7 @@ def compare(
     Args:
         oracle, plain: the same in float64, and by plain PyTorch in the dtype of the call.
         largest_gradient: of all gradients of the call, where this is one of them.
+        dtype: of the call, where the result's is another: the gradient of an option has the digits of the call.
         declared: an error that the backend declares, allowed where the rule allows less.
     """
     if result.shape != oracle.shape:
@@ -74,7 +76,8 @@ def compare(
     simple = plain.detach().double().masked_fill(hidden, 0.0)
     # The oracle has no more digits than a float64 result, so its own rounding has to be allowed there.
     units = ORACLE_UNITS if oracle.dtype == result.dtype else GRADIENT_UNITS if gradient else 1
-    unit = unit_in_last_place(exact.abs().max().item() if largest_gradient is None else largest_gradient, result.dtype)
+    largest = exact.abs().max().item() if largest_gradient is None else largest_gradient
+    unit = unit_in_last_place(largest, dtype or result.dtype)
     allowed = 2 * _size(simple - exact, gradient) + units * unit
     return Comparison(error=_size(have - exact, gradient), allowed=max(allowed, declared or 0.0))
 

@@ -132,11 +132,17 @@ def judge_gradients(subject: Subject, output: Any, tensors: tuple[Tensor, ...], 
 
 
 def gradient_comparison(
-    subject: Subject, have: Tensor, exact: Tensor, plain: Tensor, largest_gradient: float
+    subject: Subject,
+    have: Tensor,
+    exact: Tensor,
+    plain: Tensor,
+    largest_gradient: float,
+    dtype: torch.dtype | None = None,
 ) -> Comparison:
-    """One gradient beside the oracle's."""
-    declared = subject.declared(have.dtype)
-    return compare(have.detach().cpu(), exact, plain, largest_gradient=largest_gradient, declared=declared)
+    """One gradient beside the oracle's; `dtype` is the call's where the gradient has another."""
+    declared = subject.declared(dtype or have.dtype)
+    found = have.detach().cpu()
+    return compare(found, exact, plain, largest_gradient=largest_gradient, dtype=dtype, declared=declared)
 
 
 def refusal_outcome(
