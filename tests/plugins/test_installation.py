@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -90,7 +89,7 @@ def environment(distributions, tmp_path_factory):
     ]
     subprocess.run([*install, *map(str, sorted(distributions.glob("*.whl")))], check=True, timeout=300)
     # Only now, so that pip takes nothing that is there for what it has to install.
-    seen = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    seen = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (made.packages / "of_the_tests.pth").write_text("\n".join(seen) + "\n")
     return made
 
