@@ -162,28 +162,27 @@ def _over_views(short: BoundCall, request: AttentionRequest, general: BoundCall)
     Every sequence list that this is bound for has them. What it costs beyond that one call is what a caller with tiny
     inputs sees.
     """
-    count, length_q, length_k = request.batch, request.seqlen_q, request.seqlen_k
-    if request.return_lse or not (request.uniform and length_q and length_k):
+    count, length_q, length_k, with_lse = request.batch, request.seqlen_q, request.seqlen_k, request.return_lse
+    if not (request.uniform and length_q and length_k):
         return general
     if (count * length_q, count * length_k) != (request.tokens_q, request.tokens_k):
         return general
 
-    def one(
+    def run(
         query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, **tensors: Tensor
     ) -> AttentionResult:
         if tensors:
             return general(query, key, value, sequences, **tensors)
-        return cast(Tensor, short(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))).squeeze(0)
-
-    def several(
-        query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, **tensors: Tensor
-    ) -> AttentionResult:
-        if tensors:
-            return general(query, key, value, sequences, **tensors)
+        if count == 1 and not with_lse:
+            return cast(Tensor, short(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))).squeeze(0)
         batch = (tensor.unflatten(0, (count, -1)) for tensor in (query, key, value))
-        return cast(Tensor, short(*batch)).flatten(0, 1)
+        result = short(*batch)
+        if not with_lse:
+            return cast(Tensor, result).flatten(0, 1)
+        output, lse = result
+        return output.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
-    return one if count == 1 else several
+    return run
 
 
 def _answer_without_keys(

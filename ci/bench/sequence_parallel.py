@@ -155,6 +155,16 @@ def _part(part: float | None) -> str:
     return "-" if part is None else f"{part:.3f}".removesuffix("0")
 
 
+def write(result: Result, found: Overlap | None, folder: Path) -> None:
+    """results.json."""
+    text = {**result.as_json(), "ring_overlap": None if found is None else asdict(found)}
+    (folder / "results.json").write_text(json.dumps(text, indent=1) + "\n")
+
+
+def _together(parts: Sequence[Result]) -> Result:
+    return replace(parts[0], rows=tuple(row for part in parts for row in part.rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -170,20 +180,20 @@ def main() -> None:
             if ranks.first:
                 print(f"[{done}/{steps}] {description}", file=sys.stderr, flush=True)
 
-        parts = [measure(ranks, part, tick) for part in wanted(ranks.device, arguments.quick, arguments.backend)]
-        result = replace(parts[0], rows=tuple(row for part in parts for row in part.rows))
-        long = next(p for p in reversed(wanted(device, True, "")[0].problems) if not (p.packed or p.causal))
+        parts: list[Result] = []
+        for part in wanted(ranks.device, arguments.quick, arguments.backend):
+            parts.append(measure(ranks, part, tick))
+            if ranks.first:
+                # Kept as it comes: what a later part meets does not lose what was measured.
+                write(_together(parts), None, arguments.folder)
+        result = _together(parts)
+        long = next(p for p in reversed(_speed(ranks.device)) if not (p.packed or p.causal))
         found = profile_ring(ranks, long, arguments.backend, arguments.folder)
         if ranks.first:
-            text = {**result.as_json(), "ring_overlap": None if found is None else asdict(found)}
-            (arguments.folder / "results.json").write_text(json.dumps(text, indent=1) + "\n")
+            write(result, found, arguments.folder)
             if PLOTTED:
-                plot(
-                    [row for part in parts[:-2] for row in part.rows],
-                    ranks.size,
-                    result.facts["device"],
-                    arguments.folder / "results.png",
-                )
+                rows = [row for part in parts[:-2] for row in part.rows]
+                plot(rows, ranks.size, result.facts["device"], arguments.folder / "results.png")
             output.show(output.fields(result.facts), "", *tables(result.rows), *result.missing, LEGEND)
             print("\n".join(summary(result, found)))
     sys.exit(0 if result.ok else 1)

@@ -65,6 +65,8 @@ CALLS = {
     "padding": lambda: batched(7, 11, key_padding_mask=padding(), head_dim=20),
     "padding, float32, causal": lambda: batched(11, 11, key_padding_mask=padding(), dtype=torch.float32, causal=True),
     "packed": lambda: sequences([3, 9, 1, 4], kv_heads=2),
+    "packed, alike": lambda: sequences((5, 5, 5), kv_heads=2),
+    "packed, one": lambda: sequences((5,), causal=True),
     "packed, causal": lambda: sequences([3, 9, 1, 4], causal=True, head_dim=20),
     "packed, unequal": lambda: sequences([3, 9, 0, 4], [5, 3, 4, 0]),
     "packed, blind rows": lambda: sequences([3, 9, 0, 4], [5, 3, 4, 0], causal=True, kv_heads=2),

@@ -79,6 +79,8 @@ CALLS = {
     "mask, float32": lambda: batched(200, 333, mask=hiding(blind=True), dtype=F32),
     "padding": lambda: batched(200, 333, key_padding_mask=PADDING, head_dim=72),
     "packed": lambda: sequences(LENGTHS, kv_heads=2),
+    "packed, alike": lambda: sequences((96, 96, 96), kv_heads=2),
+    "packed, one": lambda: sequences((96,), causal=True),
     "packed, causal": lambda: sequences(LENGTHS, causal=True, head_dim=72),
     "packed, head dim 128": lambda: sequences(LENGTHS, causal=True, head_dim=128, kv_heads=1),
     "packed, unequal": lambda: sequences(LENGTHS, LENGTHS_K),

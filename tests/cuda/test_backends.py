@@ -40,6 +40,8 @@ TAKERS = {
     "padding": MASKED,
     "padding, float32, causal": (EFFICIENT, MATH),
     "packed": PACKED,
+    "packed, alike": PACKED,
+    "packed, one": PACKED,
     "packed, causal": PACKED,
     "packed, unequal": PACKED,
     "packed, blind rows": (FA3, FA4, INFER, FA2, FLASH, MATH),
