@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.transfer import to_device
 
 T = TypeVar("T")
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -370,11 +371,7 @@ def _check_counts(count: int, count_k: int, name: str) -> None:
 
 
 def _to_device(host: tuple[int, ...], device: torch.device) -> Tensor:
-    tensor = torch.tensor(host, dtype=torch.int32, device="cpu")
-    if device.type == "cpu":
-        return tensor
-    # Only pinned memory is copied without waiting; pinning needs the device's own allocator.
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return to_device(torch.tensor(host, dtype=torch.int32, device="cpu"), device)
 
 
 def _short(values: tuple[int, ...]) -> tuple[object, ...]:

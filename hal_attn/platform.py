@@ -12,6 +12,7 @@ from hal_attn.backend import AttentionBackend
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 
+# What a platform declares as its `api_version`; it grows when a plugin that was right would no longer be.
 API_VERSION = 1
 
 
@@ -23,6 +24,9 @@ class DeviceInfo:
     name: str
     architecture: str = ""
     memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_texts(self, "device", "name", "architecture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,20 @@ class Detection:
     remedy: str = ""
     versions: tuple[tuple[str, str], ...] = field(default=())
 
+    def __post_init__(self) -> None:
+        _check_texts(self, "reason", "remedy")
+        for pair in self.versions:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(f"versions: got {self.versions!r}; allowed: pairs of a name and a version")
+
+
+def _check_texts(value: object, *names: str) -> None:
+    """A wrong type is an error where a plugin makes it, not where somebody prints it."""
+    for name in names:
+        text = getattr(value, name)
+        if not isinstance(text, str):
+            raise TypeError(f"{name}: got {text!r}; allowed: text")
+
 
 class Platform(ABC):
     """One vendor. Found through the entry-point group `hal_attn.platforms`, which names a subclass of this.
@@ -51,10 +69,11 @@ class Platform(ABC):
     Attributes:
         name: what HAL_ATTN_PLATFORM calls it.
         device_type: `torch.device.type` of its tensors.
-        process_group_backend: the `torch.distributed` backend for its devices.
+        process_group_backend: the `torch.distributed` backend for its devices; empty where there is none.
         rejects_empty_sequences: packed sequences without tokens are refused unless HAL_ATTN_EMPTY_SEQUENCES=compact.
         simulated: it runs a vendor's adapter over simulated kernels.
-        api_version: the version of this contract that it was written for.
+        api_version: the version of this contract that it was written for, `API_VERSION` then, as a number. It has no
+            default, which would be the version that is installed, not the one that was read.
     """
 
     name: ClassVar[str]
@@ -62,7 +81,7 @@ class Platform(ABC):
     process_group_backend: ClassVar[str]
     rejects_empty_sequences: ClassVar[bool] = False
     simulated: ClassVar[bool] = False
-    api_version: ClassVar[int] = API_VERSION
+    api_version: ClassVar[int]
 
     @abstractmethod
     def detect(self) -> Detection:

@@ -5,51 +5,46 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from importlib import metadata
+from types import NoneType
 
 import torch
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.errors import ConfigurationError, UnsupportedAttentionError
-from hal_attn.guard import attempt
-from hal_attn.platform import API_VERSION, Detection, Platform
+from hal_attn.guard import attempt, watched
+from hal_attn.platform import Detection, Platform
+from hal_attn.plugins import BrokenPlatform, checked_simulation, installed, take_in
 from hal_attn.refusal import Refusal
 from hal_attn.settings import Settings
-
-GROUP = "hal_attn.platforms"
-
-
-@dataclass(frozen=True, slots=True)
-class BrokenPlatform:
-    """A plugin that could not be taken in, and why."""
-
-    name: str
-    reason: str
 
 
 class Registry:
     """The platforms of this process and their backends, each asked once.
 
     Args:
-        sources: by entry-point name, what gives the platform class (an entry point's `load`).
+        sources: by entry-point name, what gives the platform class (an entry point's `load`). Where two own one device,
+            the one that comes first answers.
+        distributions: by entry-point name, what it came with, for what is said of it when it is broken.
     """
 
-    def __init__(self, sources: Mapping[str, Callable[[], object]]) -> None:
-        platforms: list[Platform] = []
+    def __init__(
+        self, sources: Mapping[str, Callable[[], object]], distributions: Mapping[str, str] | None = None
+    ) -> None:
         broken: list[BrokenPlatform] = []
+        self._backends: dict[Platform, tuple[AttentionBackend, ...]] = {}
         for name, load in sources.items():
-            platform, failure = attempt(partial(_make, name, load), None)
-            if platform is None:
-                broken.append(BrokenPlatform(name, failure))
+            taken, failure = attempt(partial(watched, f"the plugin {name}", partial(take_in, name, load)), None)
+            if taken is None:
+                broken.append(BrokenPlatform(name, failure, (distributions or {}).get(name, "")))
             else:
-                platforms.append(platform)
-        self.platforms = tuple(platforms)
+                self._backends[taken[0]] = taken[1]
+        self.platforms = tuple(self._backends)
         self.broken = tuple(broken)
         self._owners: dict[str, list[Platform]] = {}
-        for owner in platforms:
-            for backend in owner.backends():
+        for owner, backends in self._backends.items():
+            for backend in backends:
                 self._owners.setdefault(backend.name, []).append(owner)
         self._detections: dict[Platform, Detection] = {}
         self._unavailable: dict[AttentionBackend, Refusal | None] = {}
@@ -59,13 +54,16 @@ class Registry:
     @classmethod
     def from_entry_points(cls) -> Registry:
         """The platforms that installed distributions declare."""
-        points = sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name)
-        return cls({point.name: point.load for point in points})
+        return cls(*installed())
 
     @property
     def backend_names(self) -> tuple[str, ...]:
         """Names of all backends of all platforms, each once: `flash_attn` may run on two vendors' devices."""
         return tuple(self._owners)
+
+    def backends_of(self, platform: Platform) -> tuple[AttentionBackend, ...]:
+        """The backends of a platform of this registry, or of one that `simulation` gave: what it answered once."""
+        return self._backends[platform]
 
     def owners(self, name: str) -> tuple[Platform, ...]:
         """The platforms that have a backend of that name, usable or not; none where it is unknown."""
@@ -73,7 +71,7 @@ class Registry:
 
     def backend(self, name: str) -> AttentionBackend | None:
         """The first backend of that name, usable or not; None where no platform has it."""
-        return next((b for owner in self.owners(name) for b in owner.backends() if b.name == name), None)
+        return next((b for owner in self.owners(name) for b in self.backends_of(owner) if b.name == name), None)
 
     def platform(self, name: str) -> Platform | None:
         """The platform of that name."""
@@ -98,7 +96,7 @@ class Registry:
             self._process = os.getpid()
             self._detections.clear()
         if platform not in self._detections:
-            found, failure = attempt(platform.detect, None)
+            found, failure = attempt(partial(watched, f"detect() of {platform.name}", platform.detect), None)
             if not isinstance(found, Detection):
                 failure = failure or f"detect() returned a {type(found).__name__}"
                 found = Detection(False, f"detection failed: {failure}", "reinstall the vendor's library or the plugin")
@@ -108,7 +106,10 @@ class Registry:
     def unavailable(self, backend: AttentionBackend) -> Refusal | None:
         """`backend.unavailable()`, asked once; what it raises becomes the reason."""
         if backend not in self._unavailable:
-            reason, failure = attempt(backend.unavailable, None)
+            ask = partial(watched, f"unavailable() of {backend.name}", backend.unavailable)
+            reason, failure = attempt(ask, None)
+            if not isinstance(reason, (Refusal, NoneType)):
+                failure = f"unavailable() returned a {type(reason).__name__}"
             install = f"install it with: {backend.install}" if backend.install else ""
             if failure:
                 reason = Refusal("installed", f"broken: {failure}", "a library that loads", install)
@@ -160,35 +161,32 @@ class Registry:
         if wanted not in self._simulations:
             name, _, generation = wanted.partition(":")
             real = self.platform(name)
-            simulated, failure = None, ""
-            if real is not None:
-                simulated, failure = attempt(partial(real.simulation, generation or None), None, (ConfigurationError,))
+            if real is None:
+                raise self._no_simulation(name)
+            ask = partial(watched, f"simulation() of {name}", partial(_simulated, real, generation or None))
+            simulated, failure = attempt(ask, None, (ConfigurationError,))
             if failure:
                 raise UnsupportedAttentionError(f"HAL_ATTN_SIMULATE={wanted}: the simulation does not start: {failure}")
             if simulated is None:
-                able = [p.name for p in self.platforms if attempt(partial(p.simulation, None), None)[0] is not None]
                 raise UnsupportedAttentionError(
-                    f"HAL_ATTN_SIMULATE={wanted}: no platform here brings simulated kernels for it "
-                    f"(platforms that do: {', '.join(able) or 'none'}); unset it to run on the CPU"
+                    f"HAL_ATTN_SIMULATE={wanted}: {name} brings no simulated kernels "
+                    f"(platforms that do: {self._able()}); unset it to run on the CPU"
                 )
-            self._simulations[wanted] = simulated
+            self._simulations[wanted], self._backends[simulated[0]] = simulated
         return self._simulations[wanted]
 
+    def _no_simulation(self, name: str) -> ConfigurationError:
+        broken = "".join(f"; {b.name} is broken: {b.reason}" for b in self.broken if b.name == name)
+        return ConfigurationError(f"HAL_ATTN_SIMULATE: got {name!r}; allowed: {self._able()}{broken}")
 
-def _make(name: str, load: Callable[[], object]) -> Platform:
-    found = load()
-    platform = found() if callable(found) else found
-    if not isinstance(platform, Platform):
-        raise TypeError(f"the entry point gives a {type(platform).__name__}, not a hal_attn.Platform")
-    if platform.api_version != API_VERSION:
-        raise ValueError(f"it was written for API version {platform.api_version}; this is {API_VERSION}")
-    if platform.name != name:
-        raise ValueError(f"the entry point is called {name}, the platform {platform.name}")
-    names = [backend.name for backend in platform.backends()]
-    twice = sorted({backend for backend in names if names.count(backend) > 1})
-    if twice:
-        raise ValueError(f"two of its backends have one name: {', '.join(twice)}")
-    return platform
+    def _able(self) -> str:
+        able = [p.name for p in self.platforms if attempt(partial(p.simulation, None), None)[0] is not None]
+        return ", ".join(able) or "none, no platform here brings simulated kernels"
+
+
+def _simulated(real: Platform, generation: str | None) -> tuple[Platform, tuple[AttentionBackend, ...]] | None:
+    found = real.simulation(generation)
+    return None if found is None else checked_simulation(found, real)
 
 
 @lru_cache(maxsize=1)
@@ -206,6 +204,6 @@ def backends_with_hook(hook: str, registry: Registry | None = None) -> tuple[str
 def _usable(registry: Registry, hook: str) -> Iterable[str]:
     for platform in registry.platforms:
         if registry.detection(platform).available:
-            for backend in platform.backends():
+            for backend in registry.backends_of(platform):
                 if backend.implements(hook) and registry.unavailable(backend) is None:
                     yield backend.name

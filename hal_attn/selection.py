@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from hal_attn.errors import (
     UnsupportedAttentionError,
     shortened,
 )
-from hal_attn.guard import attempt
+from hal_attn.guard import all_of, attempt
 from hal_attn.hooks import lacks
 from hal_attn.platform import Platform
 from hal_attn.refusal import Refusal
@@ -186,15 +186,26 @@ def select(
     if explicit is not None:
         check_names(explicit.names, explicit.source, registry)
     platform = registry.platform_for(request.device, settings)
-    order = attempt(lambda: tuple(platform.default_order(request)), ())[0]
-    own = {backend.name: backend for backend in platform.backends()}
-    ordered = [*order, *(name for name in own if name not in order)]
-    default = tuple(_candidate(own[name], platform, request, registry, settings) for name in ordered if name in own)
+    own = {backend.name: backend for backend in registry.backends_of(platform)}
+    order, failure = attempt(lambda: all_of(platform.default_order(request), str, "default_order()"), ())
+    ordered = [name for name in dict.fromkeys((*order, *own)) if name in own]
+    default = tuple(_candidate(own[name], platform, request, registry, settings) for name in ordered)
+    notes: tuple[str, ...] = ()
+    if failure:
+        notes = (f"default_order() of {platform.name} failed: {failure}; its backends are tried as it lists them",)
     if explicit is None:
         chosen = next((candidate.backend for candidate in default if not candidate.refusals), None)
-        why = attempt(partial(platform.order_source, request), "")[0]
-        return Selection(request, platform, chosen, f"the default order of {platform.name}", default, order_source=why)
-    return _select_named(explicit, platform, request, registry, settings, default)
+        source = f"the default order of {platform.name}"
+        return Selection(
+            request, platform, chosen, source, default, notes, order_source=_order_source(platform, request)
+        )
+    selection = _select_named(explicit, platform, request, registry, settings, default)
+    return replace(selection, notes=selection.notes + notes)
+
+
+def _order_source(platform: Platform, request: AttentionRequest) -> str:
+    why = attempt(partial(platform.order_source, request), "")[0]
+    return why if isinstance(why, str) else ""
 
 
 def _select_named(
@@ -229,7 +240,7 @@ def _candidate(
     reasons: list[Refusal] = []
     if backend.name in settings.disabled_backends:
         reasons.append(Refusal("disabled", "HAL_ATTN_DISABLED_BACKENDS names it", "a backend that is not disabled"))
-    if backend not in platform.backends():
+    if backend not in registry.backends_of(platform):
         owners = registry.owners(backend.name)
         names = " or ".join(owner.name for owner in owners)
         reasons.append(Refusal("platform", f"tensors of {platform.name} on {request.device}", names))
@@ -239,20 +250,24 @@ def _candidate(
     missing = registry.unavailable(backend)
     if missing is not None:
         reasons.append(missing)
-    for rules in (
-        partial(platform.validate, request),
-        partial(backend.refusals, request),
-        partial(lacks, backend, request),
+    for rules, asked in (
+        (partial(platform.validate, request), f"validate() of {platform.name}"),
+        (partial(backend.refusals, request), f"refusals() of {backend.name}"),
+        (partial(lacks, backend, request), f"the signatures of {backend.name}"),
     ):
-        answer, failure = attempt(rules, ())
+        answer, failure = attempt(partial(_refusals, rules, asked), ())
         # A parameter that the hook lacks is mostly one that its capabilities refused already.
         known = {reason.rule for reason in reasons}
         reasons += [reason for reason in answer if reason.rule not in known or rules.func is not lacks]
         if failure:
             reasons.append(
-                Refusal("broken", f"its rules failed: {failure}", "rules that answer", "report it to its vendor")
+                Refusal("broken", f"{asked} failed: {failure}", "rules that answer", "report it to its vendor")
             )
     return Candidate(backend, tuple(reasons))
+
+
+def _refusals(rules: Callable[[], object], asked: str) -> tuple[Refusal, ...]:
+    return all_of(rules(), Refusal, asked)
 
 
 def require(selection: Selection, registry: Registry, settings: Settings) -> AttentionBackend:
@@ -263,13 +278,13 @@ def require(selection: Selection, registry: Registry, settings: Settings) -> Att
         UnsupportedAttentionError: each candidate refuses; the message has every rule that each refused by.
     """
     if selection.chosen is not None:
-        if selection.notes and settings.fallback == "warn":
+        if selection.source.startswith("fallback from") and settings.fallback == "warn":
             reasons = "; ".join(f"{c.backend.name}: {r}" for c in selection.considered for r in c.refusals)
             warnings.warn(f"{selection.notes[0]}: {selection.chosen.name} ({reasons})", UserWarning, stacklevel=4)
         return selection.chosen
     refusals = tuple((candidate.backend.name, candidate.refusals) for candidate in selection.considered)
     named = not selection.source.startswith("the default order")
-    own = selection.platform.backends()
+    own = registry.backends_of(selection.platform)
     missing = [(b, registry.unavailable(b) if b in own else None) for b, _ in selection.considered]
     if named and missing and all(reason is not None for _, reason in missing):
         lines = [f"{selection.source}: not available here"]

@@ -85,7 +85,7 @@ def _choice(*allowed: str) -> Callable[[str], str]:
 
 def _simulation(text: str) -> str:
     vendor, separator, generation = text.partition(":")
-    vendor = _choice("ascend", "rocm", "cuda")(vendor)
+    vendor = _name(vendor).lower()
     if separator and not generation:
         raise ValueError("a device generation after the colon, as in ascend:310P")
     return f"{vendor}:{generation}" if generation else vendor
@@ -168,7 +168,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "HAL_ATTN_SIMULATE",
         "simulate",
-        "ascend, rocm, cuda; a generation and choices may follow, as in ascend:310P,empty_lse=nan",
+        "ascend, rocm, cuda, or a plugin's name; a generation and choices may follow, as in ascend:310P,empty_lse=nan",
         "run that vendor's adapter on CPU tensors over its simulated kernels",
         _simulation,
     ),

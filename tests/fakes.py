@@ -118,6 +118,8 @@ class FakePlatform(Platform):
     `detects` is what `detect` returns, or raises where it is an exception; `rules` what `validate` returns.
     """
 
+    api_version = 1
+
     def __init__(
         self,
         name: str,

@@ -3,8 +3,8 @@
 How a page is read: the `python` blocks of a page run in order, in one namespace; a `text` block right after one is what
 it prints. A `console` block that begins with `$ hal-attn explain` is run too, and so is `$ hal-attn doctor` under a
 simulation; variables may stand before the command, and a line `...` stands for lines that are left out. The blocks of
-the vendor tutorial that name a file in their first line are the files of a package, which is installed; those with a
-`text` block below them are scripts, which run in processes of their own. `docs_tables` makes the tables.
+the vendor tutorial are files of the example, which `plugins/test_installation.py` installs and runs. `docs_tables`
+makes the tables, `docs_files` that code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import hal_attn
 from hal_attn.cli import make_app
 from hal_attn.settings import VARIABLES
-from tests import docs_tables
+from tests import docs_files, docs_tables
 from tests.cuda import hardware
 
 ROOT = Path(__file__).parents[1]
@@ -82,41 +82,15 @@ def test_python_runs_and_prints_what_stands_below_it(page, capsys):
         assert said is None or printed == said, f"{page.name} line {block.line} prints\n{printed}"
 
 
-def test_the_vendor_tutorial_is_a_package_that_works(tmp_path):
-    scripts = []
-    for block, after in itertools.pairwise([*blocks(TUTORIAL), None]):
-        if block.language not in ("python", "toml"):
-            continue
-        name = re.match(r"# (\S+)\n", block.text)
-        assert name is not None, f"the block in line {block.line} names no file"
-        file = tmp_path / name[1]
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(block.text)
-        if (said := output_of(block, after)) is not None:
-            scripts.append((file, said))
-    assert len(scripts) == 2
-    _install(tmp_path)
-    for script, said in scripts:
-        run = subprocess.run(
-            [sys.executable, script],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            timeout=120,
-        )
-        assert run.returncode == 0, run.stderr
-        assert run.stdout == said, f"{script.name} prints\n{run.stdout}"
+@pytest.mark.parametrize(("place", "text"), docs_files.places(), ids=lambda part: part[:60])
+def test_the_vendor_tutorial_shows_the_example(place, text):
+    assert text == docs_files.block(place), "python -m tests.docs_files would write it into the page"
 
 
-def _install(folder: Path) -> None:
-    """What pip would leave of the tutorial's package beside its files."""
-    project = (folder / "pyproject.toml").read_text()
-    point = re.search(r'\[project\.entry-points\."hal_attn\.platforms"\]\n(\w+) = "(.+)"', project)
-    assert point is not None
-    installed = folder / "hal_attn_acme-0.1.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: hal-attn-acme\nVersion: 0.1\n")
-    (installed / "entry_points.txt").write_text(f"[hal_attn.platforms]\n{point[1]} = {point[2]}\n")
+def test_every_block_of_the_vendor_tutorial_is_the_example_s():
+    of_files = [text for _, text in docs_files.places()]
+    shown = [block.text for block in blocks(TUTORIAL) if block.language != "console"]
+    assert len(shown) == len(of_files) > 5
 
 
 SCREEN = re.compile(r"\$ ((?:HAL_ATTN_\w+=\S+ )*)hal-attn ((?:explain|doctor)\b.*)")
@@ -195,7 +169,7 @@ def test_the_readme_names_every_variable_and_the_index_every_public_name():
     assert [name for name in hal_attn.__all__ if f"`{name}`" not in index] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *sorted(DOCS.glob("examples/**/*.md"))], ids=name_of)
 def test_links_lead_somewhere(page):
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):

@@ -13,6 +13,7 @@ from hal_attn import (
     UnsupportedAttentionError,
     attention,
     explain,
+    reference_varlen_attention,
     run_padded_attention,
     select_backend,
     varlen_attention,
@@ -226,6 +227,16 @@ def test_a_vendor_s_packed_hook_called_by_hand_takes_offsets_as_they_come(monkey
     )
     right = varlen_attention(*tensors, sequences=sequences, causal=True, return_lse=True, backend="flash_attn")
     assert all(torch.equal(have, want) for have, want in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [5]], ids=["several", "one"])
+def test_equal_sequences_with_the_lse_on_a_kernel_of_batches(monkeypatch, lengths):
+    monkeypatch.setenv("HAL_ATTN_SIMULATE", "cuda:sm90")
+    *tensors, sequences = packed(lengths, head_dim=64, dtype=torch.float16)
+    output, lse = varlen_attention(*tensors, sequences=sequences, return_lse=True, backend="torch_cudnn")
+    right, right_lse = reference_varlen_attention(*tensors, sequences)
+    torch.testing.assert_close(output.double(), right, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.double(), right_lse, rtol=2e-3, atol=2e-3)
 
 
 def test_a_sink_of_minus_infinity_is_none(monkeypatch):

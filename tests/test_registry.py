@@ -50,8 +50,8 @@ BROKEN = {
     "nothing": (lambda: None, "gives a NoneType"),
     "needs arguments": (lambda: FakePlatform, "TypeError"),
     "another name": (lambda: lambda: FakePlatform("other"), "called vendor, the platform other"),
-    "older contract": (lambda: lambda: FakePlatform("vendor", api_version=API_VERSION - 1), "for API version 0"),
-    "newer contract": (lambda: lambda: FakePlatform("vendor", api_version=API_VERSION + 1), "for API version 2"),
+    "older contract": (lambda: lambda: FakePlatform("vendor", api_version=API_VERSION - 1), "for version 0 of"),
+    "newer contract": (lambda: lambda: FakePlatform("vendor", api_version=API_VERSION + 1), "for version 2 of"),
     "name twice": (
         lambda: lambda: FakePlatform("vendor", BatchedFake("v"), BatchedFake("v")),
         "two of its backends have one name: v",

@@ -96,7 +96,7 @@ def _check_names(registry: Registry, platform: str | None, backends: Sequence[st
     """Raises InvalidAttentionInputError, with the closest name, for one that nobody has."""
     platforms = [known.name for known in registry.platforms] + [broken.name for broken in registry.broken]
     owner = registry.platform(platform) if platform else None
-    known = registry.backend_names if owner is None else [found.name for found in owner.backends()]
+    known = registry.backend_names if owner is None else [found.name for found in registry.backends_of(owner)]
     asked = [("--platform", platform, platforms)] if platform else []
     for flag, name, allowed in (*asked, *(("--backend", name, known) for name in backends)):
         if name not in allowed:

@@ -26,6 +26,7 @@ from hal_attn.sequence_parallel.blocks import Band
 from hal_attn.sequence_parallel.costs import Costs, added, costs_of
 from hal_attn.sequence_parallel.work import Call, RowSet
 from hal_attn.settings import fingerprint, read
+from hal_attn.transfer import to_device
 
 
 class Given(NamedTuple):
@@ -250,10 +251,7 @@ class MaskedHop:
         if self.visible.all():
             return None
         if device not in self._moved:
-            hidden = ~self.visible[None, None]
-            self._moved[device] = (hidden if device.type == "cpu" else hidden.pin_memory()).to(
-                device, non_blocking=True
-            )
+            self._moved[device] = to_device(~self.visible[None, None], device)
         return self._moved[device]
 
 

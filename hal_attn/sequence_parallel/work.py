@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hal_attn.packing import PackedSequences
 from hal_attn.sequence_parallel.blocks import Block, Runs
+from hal_attn.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,7 @@ class RowSet:
         """The index on `device`, moved once and without waiting."""
         assert self.index is not None
         if device not in self._moved:
-            index = self.index if device.type == "cpu" else self.index.pin_memory()
-            self._moved[device] = index.to(device, non_blocking=True)
+            self._moved[device] = to_device(self.index, device)
         return self._moved[device]
 
     def take(self, tensor: Tensor, dim: int = 0) -> Tensor:

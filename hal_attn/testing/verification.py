@@ -14,6 +14,7 @@ from hal_attn import settings as environment
 from hal_attn.backend import AttentionBackend
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.guard import attempt
+from hal_attn.inventory import devices_of
 from hal_attn.platform import Platform
 from hal_attn.refusal import Refusal
 from hal_attn.registry import Registry, default_registry
@@ -159,12 +160,13 @@ class _Verified:
         detection = registry.detection(platform)
         self._platform, self._reason = platform, why or ("" if detection.available else detection.reason)
         self._remedy = "unset HAL_ATTN_SIMULATE" if why else detection.remedy
-        devices = () if self._reason else platform.devices()
+        devices, failure = ((), "") if self._reason else devices_of(platform)
+        self._reason = self._reason or failure
         self._devices = tuple((info.device, info.name, info.architecture) for info in devices)
         device = torch.device(self._devices[0][0] if self._devices else "cpu")
         self._own = tuple(platforms.plans(platform, device)) if self._devices else ()
         self._planned: list[tuple[AttentionBackend, tuple[Planned, ...], str, str]] = []
-        for backend in platform.backends():
+        for backend in registry.backends_of(platform):
             if only in (None, backend.name):
                 self._planned.append(self._plan(registry, backend, device, effort))
         self._peers = {} if only is None or self._reason else _claims_of_peers(None, platform, device)
@@ -259,7 +261,7 @@ def _claims_of_peers(
 ) -> dict[str, tuple[str, ...]]:
     """What the platform's usable backends but `backend` claim; nothing of them is run."""
     found: dict[str, tuple[str, ...]] = {}
-    for peer in platform.backends():
+    for peer in attempt(platform.backends, ())[0]:
         if peer is backend or attempt(peer.unavailable, None) != (None, ""):
             continue
         planned, _ = attempt(partial(plan_of, peer, platform, device, "quick"), None)

@@ -48,6 +48,7 @@ class AscendPlatform(Platform):
     """
 
     name = "ascend"
+    api_version = 1
     device_type = "npu"
     process_group_backend = "hccl"
     rejects_empty_sequences = True

@@ -18,6 +18,7 @@ class CpuPlatform(Platform):
     """The CPU through PyTorch. Every option of every call is answered: what no kernel takes, `cpu_math` does."""
 
     name = "cpu"
+    api_version = 1
     device_type = "cpu"
     process_group_backend = "gloo"
 

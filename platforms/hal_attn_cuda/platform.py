@@ -49,6 +49,7 @@ class CudaPlatform(Platform):
     """
 
     name = "cuda"
+    api_version = 1
     device_type = "cuda"
     process_group_backend = "nccl"
 

@@ -42,6 +42,7 @@ class RocmPlatform(Platform):
     """AMD devices through a ROCm (HIP) build of PyTorch, which calls them "cuda" and drives them by `torch.cuda`."""
 
     name = "rocm"
+    api_version = 1
     device_type = "cuda"
     # PyTorch's ROCm build has RCCL under the name of NCCL.
     process_group_backend = "nccl"

@@ -108,8 +108,23 @@ def test_simulated_is_said(run, monkeypatch):
     assert "ascend SIMULATED a fake device is here" in text
     assert "a ascend SIMULATED" in text
     assert "HAL_ATTN_SIMULATE ascend" in text
-    assert "All is well: ascend (SIMULATED), cpu usable" in text
-    assert json.loads(run("doctor", "--json").stdout)["platforms"][0]["simulated"] is True
+    reason = "HAL_ATTN_SIMULATE gives tensors on the CPU to ascend, simulated"
+    assert f"cpu not usable {reason} remedy: unset HAL_ATTN_SIMULATE" in text
+    assert text.endswith("All is well: ascend (SIMULATED) usable, with 1 of 4 backends.")
+    found = json.loads(run("doctor", "--json").stdout)
+    assert [(status["simulated"], status["available"]) for status in found["platforms"]] == [
+        (True, True),
+        (False, False),
+    ]
+    assert [status["name"] for status in found["backends"] if status["usable"]] == ["a"]
+
+
+def test_what_a_variable_excludes_is_not_usable(run, monkeypatch):
+    install(monkeypatch, FakePlatform("fast", FakeBackend("f"), device_type="meta"), CpuPlatform())
+    monkeypatch.setenv("HAL_ATTN_PLATFORM", "cpu")
+    text = words(run("doctor").stdout)
+    assert "fast not usable HAL_ATTN_PLATFORM=cpu excludes it fake 1.0 remedy: unset HAL_ATTN_PLATFORM" in text
+    assert text.endswith("All is well: cpu usable, with 3 of 4 backends.")
 
 
 def test_broken_plugins_are_shown_and_hide_nothing(run, monkeypatch):
