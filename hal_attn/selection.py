@@ -113,7 +113,7 @@ def use_backend(*names: str) -> Iterator[None]:
 def explicit_names(backend: object, settings: Settings) -> Explicit | None:
     """Who named backends for this call, the nearest first: the argument, `use_backend`, the environment."""
     if backend is not None:
-        return Explicit(_argument_names(backend), "backend=")
+        return Explicit(argument_names(backend), "backend=")
     names = override()
     if names is not None:
         return Explicit(names, "use_backend") if names else None
@@ -122,7 +122,8 @@ def explicit_names(backend: object, settings: Settings) -> Explicit | None:
     return None
 
 
-def _argument_names(backend: object) -> tuple[str, ...]:
+def argument_names(backend: object) -> tuple[str, ...]:
+    """The names of the argument `backend`, a name or several in order; raises InvalidAttentionInputError."""
     if isinstance(backend, str) and backend:
         return (backend,)
     if isinstance(backend, (tuple, list)) and backend and all(isinstance(name, str) for name in backend):

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 _DENSE = ("[B, Sq, H, D]", "[B, Sk, Hkv, D]", "[B, Sk, Hkv, Dv]")
 _PACKED = ("[Tq, H, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]")
+_OPTION_LAYOUTS = {
+    "mask": "broadcastable to [B, H, Sq, Sk]",
+    "key_padding_mask": "[B, Sk]",
+    "sinks": "[H]",
+    "alibi_slopes": "[H] or [B, H]",
+}
+_SCALES = "a finite number, or None for 1/sqrt(D)"
+_SOFTCAPS = "a finite number of at least 0; 0.0 is off"
+_PROBABILITIES = "a probability of dropping, at least 0 and below 1"
 
 
 def dense_request(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, object]) -> AttentionRequest:
@@ -75,6 +84,27 @@ def packed_request(
         equal_lengths=sequences.equal_lengths,
         uniform=sequences.uniform,
     )
+
+
+def check_kinds(tensors: tuple[object, object, object], packed: bool, options: Mapping[str, object]) -> None:
+    """The part of the checks that a tracer can make: no argument is of a kind that its parameter never takes. Shapes
+    and values are checked when the call runs.
+
+    Raises:
+        InvalidAttentionInputError: one is.
+    """
+    for name, tensor, layout in zip(("query", "key", "value"), tensors, _PACKED if packed else _DENSE, strict=True):
+        _check_tensor(name, tensor, f"a torch.Tensor {layout}")
+    for name, layout in _OPTION_LAYOUTS.items():
+        if options.get(name) is not None:
+            _check_tensor(name, options[name], f"a tensor {layout}")
+    for name in ("causal", "deterministic", "return_lse"):
+        _flag(name, options[name])
+    if options["scale"] is not None:
+        _number("scale", options["scale"], _SCALES)
+    _number("softcap", options["softcap"], _SOFTCAPS)
+    _number("dropout_p", options["dropout_p"], _PROBABILITIES)
+    _check_window(options["window_size"])
 
 
 def _request(
@@ -132,8 +162,7 @@ def _request(
 def _check_tensors(query: object, key: object, value: object, layouts: tuple[str, str, str]) -> None:
     rank = layouts[0].count(",") + 1
     for name, tensor, layout in zip(("query", "key", "value"), (query, key, value), layouts, strict=True):
-        if not isinstance(tensor, Tensor):
-            raise InvalidAttentionInputError(name, f"a {type(tensor).__name__}", f"a torch.Tensor {layout}")
+        tensor = _check_tensor(name, tensor, f"a torch.Tensor {layout}")
         if tensor.layout != torch.strided:
             raise InvalidAttentionInputError(name, f"a tensor of layout {tensor.layout}", f"a dense tensor {layout}")
         if tensor.dim() != rank:
@@ -162,6 +191,12 @@ def _check_tensors(query: object, key: object, value: object, layouts: tuple[str
                 f"move it with {name}.to(query.device)",
             )
     _check_heads(query, key, value)
+
+
+def _check_tensor(name: str, value: object, allowed: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise InvalidAttentionInputError(name, f"a {type(value).__name__}", allowed)
+    return value
 
 
 def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -209,8 +244,7 @@ def _check_mask(mask: object, query: Tensor, full: tuple[int, int, int, int]) ->
     if mask is None:
         return "none", None
     allowed = f"a bool (True = may attend) or float (added) tensor broadcastable to [B, H, Sq, Sk] = {list(full)}"
-    if not isinstance(mask, Tensor):
-        raise InvalidAttentionInputError("mask", f"a {type(mask).__name__}", allowed)
+    mask = _check_tensor("mask", mask, allowed)
     if mask.dim() != 4:
         remedy = (
             "a [B, Sk] mask of real keys is key_padding_mask; a [Sq, Sk] mask is mask[None, None]"
@@ -232,8 +266,7 @@ def _check_key_padding(mask: object, query: Tensor, shape: tuple[int, int]) -> T
     if mask is None:
         return None
     allowed = f"a bool tensor [B, Sk] = {list(shape)}, True = a real key"
-    if not isinstance(mask, Tensor):
-        raise InvalidAttentionInputError("key_padding_mask", f"a {type(mask).__name__}", allowed)
+    mask = _check_tensor("key_padding_mask", mask, allowed)
     if mask.dim() != 2:
         raise InvalidAttentionInputError(
             "key_padding_mask",
@@ -253,8 +286,7 @@ def _check_sinks(sinks: object, query: Tensor, heads: int) -> Tensor | None:
     if sinks is None:
         return None
     allowed = f"a float tensor [H] = [{heads}], one logit a query head"
-    if not isinstance(sinks, Tensor):
-        raise InvalidAttentionInputError("sinks", f"a {type(sinks).__name__}", allowed)
+    sinks = _check_tensor("sinks", sinks, allowed)
     if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point():
         raise InvalidAttentionInputError("sinks", f"shape {tuple(sinks.shape)} {sinks.dtype}", allowed)
     _check_device("sinks", sinks, query)
@@ -265,8 +297,7 @@ def _check_slopes(slopes: object, query: Tensor, batch: int, heads: int) -> Tens
     if slopes is None:
         return None
     allowed = f"a float tensor [H] = [{heads}] or [B, H] = [{batch}, {heads}]; the bias is -slope * |i + Sk - Sq - j|"
-    if not isinstance(slopes, Tensor):
-        raise InvalidAttentionInputError("alibi_slopes", f"a {type(slopes).__name__}", allowed)
+    slopes = _check_tensor("alibi_slopes", slopes, allowed)
     if tuple(slopes.shape) not in ((heads,), (batch, heads)) or not slopes.is_floating_point():
         raise InvalidAttentionInputError("alibi_slopes", f"shape {tuple(slopes.shape)} {slopes.dtype}", allowed)
     _check_device("alibi_slopes", slopes, query)
@@ -292,24 +323,23 @@ def _number(name: str, value: object, allowed: str) -> float:
 def _check_scale(scale: object) -> float | None:
     if scale is None:
         return None
-    number = _number("scale", scale, "a finite number, or None for 1/sqrt(D)")
+    number = _number("scale", scale, _SCALES)
     if not math.isfinite(number):
-        raise InvalidAttentionInputError("scale", str(scale), "a finite number, or None for 1/sqrt(D)")
+        raise InvalidAttentionInputError("scale", str(scale), _SCALES)
     return number
 
 
 def _check_softcap(softcap: object) -> float:
-    number = _number("softcap", softcap, "a finite number of at least 0; 0.0 is off")
+    number = _number("softcap", softcap, _SOFTCAPS)
     if not math.isfinite(number) or number < 0:
-        raise InvalidAttentionInputError("softcap", str(softcap), "a finite number of at least 0; 0.0 is off")
+        raise InvalidAttentionInputError("softcap", str(softcap), _SOFTCAPS)
     return number
 
 
 def _check_dropout(dropout_p: object) -> float:
-    allowed = "a probability of dropping, at least 0 and below 1"
-    number = _number("dropout_p", dropout_p, allowed)
+    number = _number("dropout_p", dropout_p, _PROBABILITIES)
     if not 0.0 <= number < 1.0:
-        raise InvalidAttentionInputError("dropout_p", str(dropout_p), allowed)
+        raise InvalidAttentionInputError("dropout_p", str(dropout_p), _PROBABILITIES)
     return number
 
 
