@@ -14,10 +14,10 @@ _ATTRIBUTE = "_hal_attn_carried"
 
 
 def carry(carried: object) -> Tensor:
-    """A small CPU tensor on whose storage `carried` rides; its values mean nothing."""
+    """A small CPU tensor on whose storage `carried` rides; its value means nothing."""
     # It may be saved for a backward pass, which a tensor made in inference mode may not.
     with torch.inference_mode(False):
-        tensor = torch.empty(1, dtype=torch.int64, device="cpu")
+        tensor = torch.zeros(1, dtype=torch.int64, device="cpu")
     setattr(tensor.untyped_storage(), _ATTRIBUTE, carried)
     return tensor
 

@@ -16,17 +16,17 @@ class HalAttnError(Exception):
 class InvalidAttentionInputError(HalAttnError, ValueError):
     """The caller's tensors or options are wrong.
 
-    `argument` names the parameter; the message says what it was, what is allowed and what to do, its `parts`.
+    `argument` names the parameter; the message says what it was, what is allowed and what to do.
     """
 
     def __init__(self, argument: str, got: object, allowed: str, remedy: str = "") -> None:
         self.argument = argument
-        self.parts = (argument, shortened(got), allowed, remedy)
-        text = f"{argument}: got {self.parts[1]}; allowed: {allowed}"
+        self._parts = (argument, shortened(got), allowed, remedy)
+        text = f"{argument}: got {self._parts[1]}; allowed: {allowed}"
         super().__init__(f"{text}. {remedy}" if remedy else text)
 
     def __reduce__(self) -> tuple[type[InvalidAttentionInputError], tuple[str, str, str, str]]:
-        return type(self), self.parts
+        return type(self), self._parts
 
 
 class UnsupportedAttentionError(HalAttnError, NotImplementedError):

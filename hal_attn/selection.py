@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+from hal_attn import kinds
 from hal_attn.backend import AttentionBackend
 from hal_attn.errors import (
     BackendNotAvailableError,
@@ -113,7 +114,7 @@ def use_backend(*names: str) -> Iterator[None]:
 def explicit_names(backend: object, settings: Settings) -> Explicit | None:
     """Who named backends for this call, the nearest first: the argument, `use_backend`, the environment."""
     if backend is not None:
-        return Explicit(argument_names(backend), "backend=")
+        return Explicit(_argument_names(backend), "backend=")
     names = override()
     if names is not None:
         return Explicit(names, "use_backend") if names else None
@@ -122,13 +123,11 @@ def explicit_names(backend: object, settings: Settings) -> Explicit | None:
     return None
 
 
-def argument_names(backend: object) -> tuple[str, ...]:
-    """The names of the argument `backend`, a name or several in order; raises InvalidAttentionInputError."""
-    if isinstance(backend, str) and backend:
-        return (backend,)
-    if isinstance(backend, (tuple, list)) and backend and all(isinstance(name, str) for name in backend):
-        return tuple(backend)
-    raise InvalidAttentionInputError("backend", repr(backend), "a backend's name, names in order, or None")
+def _argument_names(backend: object) -> tuple[str, ...]:
+    fault = kinds.names(backend)
+    if fault is not None:
+        raise InvalidAttentionInputError(*fault)
+    return (backend,) if isinstance(backend, str) else tuple(cast("Sequence[str]", backend))
 
 
 def check_names(names: Sequence[str], source: str, registry: Registry) -> None:
