@@ -30,9 +30,9 @@ def attention(
     tensors = {"mask": mask, "key_padding_mask": key_padding_mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
     fault = fault_of_call((query, key, value), DENSE, {**options, **tensors})
     if fault is not None:
-        return _refused(query, value, options, fault)
+        return refused(query, value, options, fault)
     wanting = (query, key, value, mask, sinks, alibi_slopes)
-    result = torch.ops.hal_attn.attention(*wanting, key_padding_mask, *_plain(options), _wanted(wanting))
+    result = torch.ops.hal_attn.attention(*wanting, key_padding_mask, *_plain(options), wanted(wanting))
     return (result[0], result[1]) if options["return_lse"] else result[0]
 
 
@@ -53,9 +53,9 @@ def varlen_attention(
     places = dict(zip(_OFFSETS, offsets, strict=True))
     fault = fault_of_call((query, key, value), PACKED, {**options, **tensors}) or fault_of_offsets(sequences, places)
     if fault is not None:
-        return _refused(query, value, options, fault)
+        return refused(query, value, options, fault)
     wanting = (query, key, value, sinks, alibi_slopes)
-    result = torch.ops.hal_attn.varlen_attention(*wanting, *_where(sequences, places), *_plain(options), _wanted(wanting))
+    result = torch.ops.hal_attn.varlen_attention(*wanting, *_where(sequences, places), *_plain(options), wanted(wanting))
     return (result[0], result[1]) if options["return_lse"] else result[0]
 
 
@@ -91,13 +91,13 @@ def _plain(options: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _wanted(tensors: Sequence[Tensor | None]) -> list[bool]:
+def wanted(tensors: Sequence[Tensor | None]) -> list[bool]:
     """Which of the tensors want a gradient."""
     wants = torch.is_grad_enabled()
     return [wants and tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
-def _refused(query: object, value: object, options: dict[str, Any], fault: Fault) -> AttentionResult:
+def refused(query: object, value: object, options: dict[str, Any], fault: Fault) -> AttentionResult:
     """A fault as an operator, which raises it when the program runs: raised while tracing, the error would be the tracer's."""
     both = isinstance(query, Tensor) and isinstance(value, Tensor)
     lse = options["return_lse"] is True

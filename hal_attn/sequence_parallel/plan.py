@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from hal_attn.backend import AttentionResult
+from hal_attn.carrier import carry
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.sequence_parallel.agreement import agreed
+from hal_attn.sequence_parallel.compiled import plan_attention
 from hal_attn.sequence_parallel.description import Description, describe
 from hal_attn.sequence_parallel.engine import Engine, PlanAttention
 from hal_attn.sequence_parallel.exchange import Exchange, GatherExchange, NoExchange, RingExchange
@@ -38,6 +42,11 @@ class Plan:
     description: Description
     expected: Mapping[str, object]
     _agreed: dict[object, str | Sequence[str] | None] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def carrier(self) -> Tensor:
+        """What stands for this plan in a compiled program; it does not keep the plan alive."""
+        return carry(weakref.ref(self))
 
     # Who holds what
 
@@ -111,6 +120,10 @@ class Plan:
             InvalidAttentionInputError: a tensor or option is wrong, here or on another rank, or differs between ranks.
             UnsupportedAttentionError: no backend takes the calls of this rank.
         """
+        if is_compiling():
+            options = {"scale": scale, "softcap": softcap, "deterministic": deterministic, "return_lse": return_lse}
+            options["backend"] = backend
+            return plan_attention(self, query, key, value, mask, key_padding_mask, sinks, options)
         given = Inputs(
             query, key, value, scale, mask, key_padding_mask, softcap, sinks, deterministic, return_lse, backend
         )
@@ -273,4 +286,7 @@ def make_plan(
             **{name: str(value) for name, value in expected.items()},
         }
 
-    return agreed(groups.everyone, make, told)[0]
+    made = agreed(groups.everyone, make, told)[0]
+    # Made now: a tracer could not.
+    _ = made.carrier
+    return made

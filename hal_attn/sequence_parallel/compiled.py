@@ -1,0 +1,78 @@
+"""`plan.attention` as an operator, for a program that is compiled: what travels, travels when the program runs.
+
+Every rank must run the same program, as it must make the same calls without a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hal_attn.backend import AttentionResult
+from hal_attn.carrier import carried_by
+from hal_attn.compiled import refused, wanted
+from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.kinds import DENSE, PACKED, fault_of_call
+from hal_attn.operators import Operator
+
+if TYPE_CHECKING:
+    from hal_attn.sequence_parallel.plan import Plan
+
+
+def plan_attention(
+    plan: Plan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    sinks: Tensor | None,
+    options: dict[str, Any],
+) -> AttentionResult:
+    """`plan.attention` while a program is traced; `options` are its plain ones."""
+    layouts = PACKED if plan.description.batch is None else DENSE
+    tensors = {"mask": mask, "key_padding_mask": key_padding_mask, "sinks": sinks}
+    fault = fault_of_call((query, key, value), layouts, {**options, **tensors})
+    if fault is not None:
+        return refused(query, value, options, fault)
+    backend = options["backend"]
+    result = torch.ops.hal_attn.plan_attention(
+        query,
+        key,
+        value,
+        sinks,
+        plan.carrier,
+        mask,
+        key_padding_mask,
+        options["scale"],
+        options["softcap"],
+        options["deterministic"],
+        options["return_lse"],
+        [backend] if isinstance(backend, str) else backend,
+        wanted((query, key, value, sinks)),
+    )
+    return (result[0], result[1]) if options["return_lse"] else result[0]
+
+
+def _plan_attention(*, plan: Tensor, backend: Sequence[str] | None, **options: Any) -> AttentionResult:
+    riding: Any = carried_by(plan)
+    known = None if riding is None else riding()
+    if known is None:
+        raise InvalidAttentionInputError(
+            "plan", "one that is gone, or a copy of what stands for it in a compiled program", "a plan that is kept"
+        )
+    result: AttentionResult = known.attention(**options, backend=None if backend is None else tuple(backend))
+    return result
+
+
+PLAN_ATTENTION = Operator(
+    "plan_attention",
+    ("query", "key", "value", "sinks"),
+    "Tensor plan, Tensor? mask, Tensor? key_padding_mask, float? scale, float softcap, bool deterministic, "
+    "bool return_lse, str[]? backend",
+    _plan_attention,
+)
+PLAN_ATTENTION.define()
