@@ -85,13 +85,15 @@ class Operator:
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         """The call, and the tape of it where a gradient is wanted."""
         given = dict(zip(self.names, arguments, strict=True))
-        inputs, run, wanted = self._call(given)
-        if any(wanted):
+        if any(given["wanted"]):
+            inputs, run, wanted = self._call(given)
             outputs, tape = record(run, inputs, wanted)
-            return (*self._both(outputs), carry(tape))
+            return (*_both(outputs), carry(tape))
+        del given["wanted"]
         with torch.no_grad():
-            outputs = run(inputs)
-        return (*self._both(tuple(part.contiguous() for part in outputs)), _nothing(torch.int64))
+            result = self.run(**given)
+        outputs = tuple(part.contiguous() for part in result) if isinstance(result, tuple) else (result.contiguous(),)
+        return (*_both(outputs), torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def backward(self, grad_output: Tensor | None, grad_lse: Tensor | None, *arguments: Any) -> list[Tensor]:
         """The gradients of what wanted one, contiguous."""
@@ -122,9 +124,6 @@ class Operator:
             return result if isinstance(result, tuple) else (result,)
 
         return inputs, run, given["wanted"]
-
-    def _both(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        return (outputs[0], outputs[1]) if len(outputs) == 2 else (outputs[0], outputs[0].new_empty(0, dtype=torch.float32))
 
     # What a compiler is told of them
 
@@ -177,8 +176,9 @@ def result_like(query: Tensor, value: Tensor, return_lse: bool) -> tuple[Tensor,
     return output, query.new_empty(lse, dtype=torch.float32)
 
 
-def _nothing(dtype: torch.dtype) -> Tensor:
-    return torch.empty(0, dtype=dtype, device="cpu")
+def _both(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Output and LSE; an empty one where it is not wanted."""
+    return (outputs[0], outputs[1] if len(outputs) == 2 else outputs[0].new_empty(0, dtype=torch.float32))
 
 
 def _own(gradient: Tensor | None, like: Tensor, known: set[int]) -> Tensor:
@@ -196,7 +196,7 @@ def _own(gradient: Tensor | None, like: Tensor, known: set[int]) -> Tensor:
 def _attention(*, left: int, right: int, backend: Sequence[str] | None, **options: Any) -> AttentionResult:
     from hal_attn import functional
 
-    return functional.attention(**options, window_size=(left, right), backend=None if backend is None else tuple(backend))
+    return functional.attention(**options, window_size=_window(left, right), backend=_names(backend))
 
 
 def _varlen_attention(
@@ -234,9 +234,17 @@ def _varlen_attention(
         cu_seqlens_k_host=host_k,
         max_seqlen=max_seqlen if max_seqlen_tensor is None else max_seqlen_tensor,
         max_seqlen_k=max_seqlen_k if max_seqlen_k_tensor is None else max_seqlen_k_tensor,
-        window_size=(left, right),
-        backend=None if backend is None else tuple(backend),
+        window_size=_window(left, right),
+        backend=_names(backend),
     )
+
+
+def _window(left: int, right: int) -> tuple[int, int] | None:
+    return None if left == right == -1 else (left, right)
+
+
+def _names(backend: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if backend is None else tuple(backend)
 
 
 def _lengths(offsets: Sequence[int]) -> list[int]:
