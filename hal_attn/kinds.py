@@ -20,6 +20,7 @@ SCALES = "a finite number, or None for 1/sqrt(D)"
 SOFTCAPS = "a finite number of at least 0; 0.0 is off"
 PROBABILITIES = "a probability of dropping, at least 0 and below 1"
 WINDOWS = "None, or (left, right) of whole numbers of at least 0, where -1 or None is unlimited"
+OFFSETS = "a 1-D int32 or int64 tensor of cumulative lengths, starting at 0"
 LENGTHS = "a whole number of at least 0, on the host"
 _OPTION_LAYOUTS = {
     "mask": "broadcastable to [B, H, Sq, Sk]",
@@ -57,17 +58,29 @@ def fault_of_offsets(sequences: object, offsets: Mapping[str, object]) -> Fault 
     if sequences is not None and not isinstance(sequences, PackedSequences):
         remedy = "PackedSequences.from_lengths(lengths)"
         return ("sequences", f"a {type(sequences).__name__}", "a PackedSequences", remedy)
+    if sequences is None and offsets["cu_seqlens"] is None:
+        return ("cu_seqlens", "None", "offsets, or sequences=PackedSequences", "")
     for name, value in offsets.items():
         if value is None or isinstance(value, Tensor):
             continue
         if name in ("cu_seqlens", "cu_seqlens_k"):
-            return tensor(name, value, "a 1-D int32 or int64 tensor of cumulative lengths, starting at 0")
-        if name in ("max_seqlen", "max_seqlen_k"):
-            if not _whole(value):
-                return (name, repr(value), LENGTHS, "")
-        elif not isinstance(value, (tuple, list)) or not all(_whole(number) for number in value):
-            return (name, repr(value), "offsets: a tuple or list of whole numbers", "")
+            remedy = "host offsets go in PackedSequences.from_lengths(lengths)"
+            return (name, f"a {type(value).__name__}", OFFSETS, remedy)
+        fault = _longest(name, value) if name in ("max_seqlen", "max_seqlen_k") else _host(name, value)
+        if fault is not None:
+            return fault
     return None
+
+
+def _longest(name: str, value: object) -> Fault | None:
+    """Anything but a whole number."""
+    return None if _whole(value) else (name, repr(value), LENGTHS, "int(...) reads a tensor")
+
+
+def _host(name: str, value: object) -> Fault | None:
+    if not isinstance(value, (tuple, list)):
+        return (name, repr(value), "offsets: a tuple or list of whole numbers", "")
+    return None if all(_whole(number) for number in value) else (name, str(tuple(value)), "whole numbers", "")
 
 
 def tensor(name: str, value: object, allowed: str) -> Fault | None:

@@ -221,9 +221,7 @@ def _varlen_attention(
     host_k = cu_seqlens_k_host if cu_seqlens_k_host_tensor is None else cu_seqlens_k_host_tensor
     known = None if sequences is None else carried_by(sequences)
     if sequences is not None and known is None:
-        raise InvalidAttentionInputError(
-            "sequences", "a copy of what stands for them in a compiled program", "that of the sequences themselves"
-        )
+        raise InvalidAttentionInputError("sequences", "some that are gone", "sequences that are kept")
     if known is None and options["cu_seqlens"] is None and isinstance(host, list):
         # Made while the program was traced, from lengths.
         known, host, host_k = PackedSequences.from_lengths(_lengths(host), host_k and _lengths(host_k)), None, None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hal_attn.carrier import carry
+from hal_attn.carrier import refer
 from hal_attn.errors import InvalidAttentionInputError
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ class PackedSequences:
     def _crossing(self) -> PackedSequences:
         """The same, able to cross a compiled graph; what is memoised for either is shared."""
         # What a tracer makes here are numbers of its program already.
-        return self if torch.compiler.is_compiling() else replace(self, carrier=carry(self))
+        return self if torch.compiler.is_compiling() else replace(self, carrier=refer(self, kept=self))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "carrier": None}
@@ -161,7 +161,8 @@ class PackedSequences:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy of the carrier carries nothing.
         self.__dict__.update(state)
-        self.__dict__["carrier"] = carry(replace(self))
+        twin = replace(self)
+        self.__dict__["carrier"] = refer(twin, kept=twin)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

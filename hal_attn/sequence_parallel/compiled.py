@@ -58,12 +58,9 @@ def plan_attention(
 
 
 def _plan_attention(*, plan: Tensor, backend: Sequence[str] | None, **options: Any) -> AttentionResult:
-    riding: Any = carried_by(plan)
-    known = None if riding is None else riding()
+    known: Any = carried_by(plan)
     if known is None:
-        raise InvalidAttentionInputError(
-            "plan", "one that is gone, or a copy of what stands for it in a compiled program", "a plan that is kept"
-        )
+        raise InvalidAttentionInputError("plan", "one that is gone", "a plan that is kept until the backward pass")
     result: AttentionResult = known.attention(**options, backend=None if backend is None else tuple(backend))
     return result
 

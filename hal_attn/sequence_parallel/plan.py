@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hal_attn.backend import AttentionResult
-from hal_attn.carrier import carry
+from hal_attn.carrier import refer
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.sequence_parallel.agreement import agreed
 from hal_attn.sequence_parallel.compiled import plan_attention
@@ -46,7 +45,7 @@ class Plan:
     @cached_property
     def carrier(self) -> Tensor:
         """What stands for this plan in a compiled program; it does not keep the plan alive."""
-        return carry(weakref.ref(self))
+        return refer(self)
 
     # Who holds what
 

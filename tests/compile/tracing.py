@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch._dynamo
+import torch._functorch.config
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -96,6 +97,13 @@ def _forgetful(module, inputs):
 
 # Computes again in the backward pass what is cheap, and leaves nothing in memory that the graph does not ask for: what
 # an optimising compiler does, without its code generator.
-forgetful = aot_autograd(
+_compile = aot_autograd(
     fw_compiler=_forgetful, bw_compiler=_forgetful, partition_fn=min_cut_rematerialization_partition
 )
+
+
+def forgetful(module, inputs):
+    """A compiler for `Program`."""
+    # Also what an operator reads, which by default is kept where it was written once.
+    with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
+        return _compile(module, inputs)
