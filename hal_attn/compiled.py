@@ -24,7 +24,7 @@ _OFFSETS = ("cu_seqlens", "max_seqlen", "cu_seqlens_host", "cu_seqlens_k", "max_
 def attention(
     query: Tensor, key: Tensor, value: Tensor, given: tuple[Tensor | None, ...], plain: tuple[Any, ...]
 ) -> AttentionResult:
-    """`hal_attn.attention` as an operator. `given`: mask, key_padding_mask, sinks, alibi_slopes; `plain`: as `_PLAIN`."""
+    """`hal_attn.attention` as an operator; `given`: mask, key_padding_mask, sinks, alibi_slopes; `plain`: `_PLAIN`."""
     mask, key_padding_mask, sinks, alibi_slopes = given
     options = dict(zip(_PLAIN, plain, strict=True))
     tensors = {"mask": mask, "key_padding_mask": key_padding_mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
@@ -45,8 +45,7 @@ def varlen_attention(
     given: tuple[Tensor | None, Tensor | None],
     plain: tuple[Any, ...],
 ) -> AttentionResult:
-    """`hal_attn.varlen_attention` as an operator. `offsets`: as `_OFFSETS`; `given`: sinks, alibi_slopes; `plain`: as
-    `_PLAIN`."""
+    """`hal_attn.varlen_attention` as an operator; `offsets`: `_OFFSETS`; `given`: sinks, alibi_slopes."""
     sinks, alibi_slopes = given
     options = dict(zip(_PLAIN, plain, strict=True))
     tensors = {"sinks": sinks, "alibi_slopes": alibi_slopes}
@@ -55,7 +54,9 @@ def varlen_attention(
     if fault is not None:
         return refused(query, value, options, fault)
     wanting = (query, key, value, sinks, alibi_slopes)
-    result = torch.ops.hal_attn.varlen_attention(*wanting, *_where(sequences, places), *_plain(options), wanted(wanting))
+    result = torch.ops.hal_attn.varlen_attention(
+        *wanting, *_where(sequences, places), *_plain(options), wanted(wanting)
+    )
     return (result[0], result[1]) if options["return_lse"] else result[0]
 
 
@@ -98,7 +99,7 @@ def wanted(tensors: Sequence[Tensor | None]) -> list[bool]:
 
 
 def refused(query: object, value: object, options: dict[str, Any], fault: Fault) -> AttentionResult:
-    """A fault as an operator, which raises it when the program runs: raised while tracing, the error would be the tracer's."""
+    """A fault as an operator, which raises it when the program runs: an error while tracing would be the tracer's."""
     both = isinstance(query, Tensor) and isinstance(value, Tensor)
     lse = options["return_lse"] is True
     result = torch.ops.hal_attn.refuse(query if both else None, value if both else None, lse, *fault)

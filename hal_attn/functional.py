@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from hal_attn.backend import AttentionBackend, AttentionResult
 from hal_attn import compiled
+from hal_attn.backend import AttentionBackend, AttentionResult
 from hal_attn.binding import BoundCall, bind_dense, bind_packed, explain_call
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.packing import PackedSequences, check_offsets
@@ -80,8 +80,8 @@ def attention(
         ConfigurationError: an environment variable is wrong.
     """
     if is_compiling():
-        plain = (scale, causal, window_size, softcap, dropout_p, deterministic, return_lse, backend)
-        return compiled.attention(query, key, value, (mask, key_padding_mask, sinks, alibi_slopes), plain)
+        options = (scale, causal, window_size, softcap, dropout_p, deterministic, return_lse, backend)
+        return compiled.attention(query, key, value, (mask, key_padding_mask, sinks, alibi_slopes), options)
     given = None
     if not (mask is None and key_padding_mask is None and sinks is None and alibi_slopes is None):
         given = _given(mask=mask, key_padding_mask=key_padding_mask, sinks=sinks, alibi_slopes=alibi_slopes)
@@ -144,8 +144,8 @@ def varlen_attention(
     """
     if is_compiling():
         offsets = (cu_seqlens, max_seqlen, cu_seqlens_host, cu_seqlens_k, max_seqlen_k, cu_seqlens_k_host)
-        plain = (scale, causal, window_size, softcap, dropout_p, deterministic, return_lse, backend)
-        return compiled.varlen_attention(query, key, value, sequences, offsets, (sinks, alibi_slopes), plain)
+        options = (scale, causal, window_size, softcap, dropout_p, deterministic, return_lse, backend)
+        return compiled.varlen_attention(query, key, value, sequences, offsets, (sinks, alibi_slopes), options)
     if sequences is None:
         sequences = _sequences(
             query, (cu_seqlens, max_seqlen, cu_seqlens_host), (cu_seqlens_k, max_seqlen_k, cu_seqlens_k_host)

@@ -1,7 +1,7 @@
 """Arguments of a kind that their parameter never takes, told by type alone: what a tracer can already see.
 
-Each function answers with what is wrong, as the parts of an `InvalidAttentionInputError`, or None. None raises, because a
-tracer cannot follow an error of ours.
+Each function answers with what is wrong, as the parts of an `InvalidAttentionInputError`, or None. None of them raises,
+because a tracer cannot follow an error of ours.
 """
 
 from __future__ import annotations

@@ -92,14 +92,14 @@ class Operator:
         del given["wanted"]
         with torch.no_grad():
             result = self.run(**given)
-        outputs = tuple(part.contiguous() for part in result) if isinstance(result, tuple) else (result.contiguous(),)
-        return (*_both(outputs), torch.empty(0, dtype=torch.int64, device="cpu"))
+        parts = result if isinstance(result, tuple) else (result,)
+        return (*_both(tuple(part.contiguous() for part in parts)), torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def backward(self, grad_output: Tensor | None, grad_lse: Tensor | None, *arguments: Any) -> list[Tensor]:
         """The gradients of what wanted one, contiguous."""
         given = dict(zip((*self.names, *_LAST), arguments, strict=True))
         inputs, run, wanted = self._call(given)
-        outputs = (given["output"], given["lse"]) if given["return_lse"] else (given["output"],)
+        outputs: tuple[Tensor, ...] = (given["output"], given["lse"])[: 1 + given["return_lse"]]
         tape = carried_by(given["tape"])
         if not isinstance(tape, Tape):
             if given.get("dropout_p"):
@@ -110,7 +110,9 @@ class Operator:
             outputs, tape = record(run, inputs, wanted)
         found = tape.gradients((grad_output, grad_lse)[: len(outputs)], inputs, outputs)
         likes = [tensor for tensor, wants in zip(inputs, wanted, strict=True) if wants and tensor is not None]
-        known = {tensor.untyped_storage().data_ptr() for tensor in (grad_output, grad_lse, *inputs) if tensor is not None}
+        known = {
+            tensor.untyped_storage().data_ptr() for tensor in (grad_output, grad_lse, *inputs) if tensor is not None
+        }
         return [_own(gradient, like, known) for gradient, like in zip(found, likes, strict=True)]
 
     def _call(
@@ -217,12 +219,14 @@ def _varlen_attention(
 ) -> AttentionResult:
     from hal_attn import functional
 
-    host = cu_seqlens_host if cu_seqlens_host_tensor is None else cu_seqlens_host_tensor
-    host_k = cu_seqlens_k_host if cu_seqlens_k_host_tensor is None else cu_seqlens_k_host_tensor
-    known = None if sequences is None else carried_by(sequences)
+    host: Any = cu_seqlens_host if cu_seqlens_host_tensor is None else cu_seqlens_host_tensor
+    host_k: Any = cu_seqlens_k_host if cu_seqlens_k_host_tensor is None else cu_seqlens_k_host_tensor
+    longest: Any = max_seqlen if max_seqlen_tensor is None else max_seqlen_tensor
+    longest_k: Any = max_seqlen_k if max_seqlen_k_tensor is None else max_seqlen_k_tensor
+    known: Any = None if sequences is None else carried_by(sequences)
     if sequences is not None and known is None:
         raise InvalidAttentionInputError("sequences", "some that are gone", "sequences that are kept")
-    if known is None and options["cu_seqlens"] is None and isinstance(host, list):
+    if known is None and options["cu_seqlens"] is None:
         # Made while the program was traced, from lengths.
         known, host, host_k = PackedSequences.from_lengths(_lengths(host), host_k and _lengths(host_k)), None, None
     return functional.varlen_attention(
@@ -230,8 +234,8 @@ def _varlen_attention(
         sequences=known,
         cu_seqlens_host=host,
         cu_seqlens_k_host=host_k,
-        max_seqlen=max_seqlen if max_seqlen_tensor is None else max_seqlen_tensor,
-        max_seqlen_k=max_seqlen_k if max_seqlen_k_tensor is None else max_seqlen_k_tensor,
+        max_seqlen=longest,
+        max_seqlen_k=longest_k,
         window_size=_window(left, right),
         backend=_names(backend),
     )

@@ -55,7 +55,7 @@ class _Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Layout:
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def holds(self, other: _Layout) -> bool:
         """The first and the last element of `other`, which shares the storage, are elements of this one."""
@@ -125,7 +125,7 @@ class Tape:
         roots, given = zip(*pairs, strict=True)
         self._given.tensors = [*inputs, *outputs]
         try:
-            with autograd_below_the_dispatcher():
+            with _Autograd():
                 found = torch.autograd.grad(roots, self._leaves, given, retain_graph=True, allow_unused=True)
         finally:
             self._given.tensors = []
@@ -143,7 +143,7 @@ def record(
         saved.append(_Saved(given, tensor.detach()))
         return saved[-1]
 
-    with autograd_below_the_dispatcher(), torch.autograd.graph.saved_tensors_hooks(pack, _Saved.restored):
+    with _Autograd(), torch.autograd.graph.saved_tensors_hooks(pack, _Saved.restored):
         taken = [
             tensor if tensor is None else tensor.detach().requires_grad_(wants)
             for tensor, wants in zip(inputs, wanted, strict=True)
@@ -158,7 +158,7 @@ def record(
     return outputs, Tape(roots, leaves, given)
 
 
-class autograd_below_the_dispatcher:  # noqa: N801
+class _Autograd:
     """Within it operators build a graph, as they do outside of an operator's implementation."""
 
     def __enter__(self) -> None:

@@ -22,37 +22,30 @@ if TYPE_CHECKING:
     from hal_attn.sequence_parallel.plan import Plan
 
 
+_PLAIN = ("scale", "softcap", "deterministic", "return_lse", "backend")
+
+
 def plan_attention(
     plan: Plan,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    sinks: Tensor | None,
-    options: dict[str, Any],
+    given: tuple[Tensor | None, Tensor | None, Tensor | None],
+    plain: tuple[Any, ...],
 ) -> AttentionResult:
-    """`plan.attention` while a program is traced; `options` are its plain ones."""
+    """`plan.attention` while a program is traced; `given`: sinks, mask, key_padding_mask; `plain`: `_PLAIN`."""
+    sinks, mask, key_padding_mask = given
+    options = dict(zip(_PLAIN, plain, strict=True))
     layouts = PACKED if plan.description.batch is None else DENSE
     tensors = {"mask": mask, "key_padding_mask": key_padding_mask, "sinks": sinks}
     fault = fault_of_call((query, key, value), layouts, {**options, **tensors})
     if fault is not None:
         return refused(query, value, options, fault)
-    backend = options["backend"]
+    *numbers, backend = plain
+    names = [backend] if isinstance(backend, str) else backend
+    wanting = (query, key, value, sinks)
     result = torch.ops.hal_attn.plan_attention(
-        query,
-        key,
-        value,
-        sinks,
-        plan.carrier,
-        mask,
-        key_padding_mask,
-        options["scale"],
-        options["softcap"],
-        options["deterministic"],
-        options["return_lse"],
-        [backend] if isinstance(backend, str) else backend,
-        wanted((query, key, value, sinks)),
+        *wanting, plan.carrier, mask, key_padding_mask, *numbers, names, wanted(wanting)
     )
     return (result[0], result[1]) if options["return_lse"] else result[0]
 

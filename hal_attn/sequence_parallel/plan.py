@@ -120,9 +120,8 @@ class Plan:
             UnsupportedAttentionError: no backend takes the calls of this rank.
         """
         if is_compiling():
-            options = {"scale": scale, "softcap": softcap, "deterministic": deterministic, "return_lse": return_lse}
-            options["backend"] = backend
-            return plan_attention(self, query, key, value, mask, key_padding_mask, sinks, options)
+            plain = (scale, softcap, deterministic, return_lse, backend)
+            return plan_attention(self, query, key, value, (sinks, mask, key_padding_mask), plain)
         given = Inputs(
             query, key, value, scale, mask, key_padding_mask, softcap, sinks, deterministic, return_lse, backend
         )

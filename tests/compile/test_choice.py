@@ -29,8 +29,9 @@ def taken(monkeypatch):
 
         def bind(request, backend=backend, bind=backend.bind):
             short = bind(request)
-            return lambda *tensors: names.append(backend.name) or (
-                short(*tensors) if short else backend.forward(*tensors, **request.options())
+            return lambda *tensors: (
+                names.append(backend.name)
+                or (short(*tensors) if short else backend.forward(*tensors, **request.options()))
             )
 
         monkeypatch.setattr(backend, "bind", bind, raising=True)
@@ -87,14 +88,15 @@ def test_the_choice_follows_the_lengths_not_the_first_ones(monkeypatch):
     """The simulated device prefers another backend for long sequences; the program is the same."""
     monkeypatch.setenv("HAL_ATTN_SIMULATE", "cuda:sm90,fa3=full")
     program = Program(run, dynamic=True)
-    names = set()
+    names, graphs = set(), set()
     # No two dimensions of one size: PyTorch takes those for one number at first.
     for size in (20, 2050):
         query = torch.randn(1, size, 2, 16, dtype=torch.bfloat16)
         names.add(explain(query, query, query, causal=True).chosen.name)
         same(program(query, query, query), run(query, query, query))
+        graphs.add(program.graphs)
     assert len(names) == 2
-    assert program.graphs == 1
+    assert len(graphs) == 1
 
 
 def test_a_length_that_no_backend_takes_is_refused_as_by_the_call(monkeypatch):

@@ -1,4 +1,4 @@
-"""Compiled packed calls: any lengths by one graph, however the caller says them, and what they keep for the backward."""
+"""Compiled packed calls: any lengths by one graph, however the caller says them."""
 
 import copy
 import gc
@@ -40,9 +40,7 @@ def test_each_option_with_changing_lengths_is_compiled_once(name, other_keys):
         graphs.append(program.graphs)
     assert len(set(graphs)) == 1, "other lengths were compiled anew"
     made, sequences, options, tensors = packed(name, lengths, lengths_k if other_keys else None)
-    right = expected(
-        *made, sequences=sequences, **{k: v for k, v in options.items() if k != "return_lse"}, **tensors
-    )
+    right = expected(*made, sequences=sequences, **{k: v for k, v in options.items() if k != "return_lse"}, **tensors)
     output = result[0] if isinstance(result, tuple) else result
     assert_close_to_oracle(output, right.output, right.plain_output)
 

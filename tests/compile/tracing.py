@@ -38,7 +38,9 @@ def gradients(result, inputs, weight=None):
     outputs = result if isinstance(result, tuple) else (result,)
     loss = 0.0
     for output in outputs:
-        own = torch.arange(output.numel(), dtype=torch.float32).reshape(output.shape).sin() if weight is None else weight
+        own = (
+            torch.arange(output.numel(), dtype=torch.float32).reshape(output.shape).sin() if weight is None else weight
+        )
         loss = loss + (torch.where(torch.isinf(output), 0.0, output).float() * own).sum()
     return torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
 
