@@ -11,6 +11,7 @@ from hal_attn.errors import (
 )
 from hal_attn.functional import attention, explain, select_backend, varlen_attention
 from hal_attn.inventory import backends, platforms
+from hal_attn.operators import OPERATORS as _OPERATORS  # noqa: F401
 from hal_attn.packing import PackedSequences, pack, unpack
 from hal_attn.padded import run_padded_attention
 from hal_attn.platform import Detection, DeviceInfo, Platform

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from hal_attn import compiled
 from hal_attn.backend import AttentionBackend, AttentionResult
 from hal_attn.binding import BoundCall, bind_dense, bind_packed, explain_call
 from hal_attn.errors import InvalidAttentionInputError
@@ -79,6 +81,9 @@ def attention(
         BackendNotAvailableError: the backend named is missing or broken.
         ConfigurationError: an environment variable is wrong.
     """
+    if is_compiling():
+        options = (scale, causal, window_size, softcap, dropout_p, deterministic, return_lse, backend)
+        return compiled.attention(query, key, value, (mask, key_padding_mask, sinks, alibi_slopes), options)
     given = None
     if not (mask is None and key_padding_mask is None and sinks is None and alibi_slopes is None):
         given = _given(mask=mask, key_padding_mask=key_padding_mask, sinks=sinks, alibi_slopes=alibi_slopes)
@@ -139,6 +144,10 @@ def varlen_attention(
     The other options, the returns and the errors are those of `attention`; the LSE is `[H, Tq]`. A sequence without
     keys gives output 0 and LSE -inf, unless HAL_ATTN_EMPTY_SEQUENCES or the platform rejects it.
     """
+    if is_compiling():
+        offsets = (cu_seqlens, max_seqlen, cu_seqlens_host, cu_seqlens_k, max_seqlen_k, cu_seqlens_k_host)
+        options = (scale, causal, window_size, softcap, dropout_p, deterministic, return_lse, backend)
+        return compiled.varlen_attention(query, key, value, sequences, offsets, (sinks, alibi_slopes), options)
     if sequences is None:
         sequences = _sequences(
             query, (cu_seqlens, max_seqlen, cu_seqlens_host), (cu_seqlens_k, max_seqlen_k, cu_seqlens_k_host)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from hal_attn.carrier import refer
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.transfer import to_device
 
@@ -32,6 +33,7 @@ class PackedSequences:
         count: number of sequences.
         equal_lengths: every sequence is known to have as many queries as keys.
         source: what the caller calls the query and the key offsets, for errors.
+        carrier: what stands for them in a compiled graph (`hal_attn.carrier`), which looks at none of the above.
     """
 
     cu_seqlens_host: tuple[int, ...] | None
@@ -44,6 +46,7 @@ class PackedSequences:
     source: tuple[str, str] = ("sequences", "sequences")
     _offsets: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _memo: dict[Hashable, object] = field(default_factory=dict, repr=False)
+    carrier: Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def from_lengths(
@@ -63,7 +66,7 @@ class PackedSequences:
         host = _accumulate("lengths", lengths)
         host_k = host if lengths_k is None else _accumulate("lengths_k", lengths_k)
         _check_counts(len(host) - 1, len(host_k) - 1, "lengths_k")
-        return cls._from_host(host, host_k, device=None if device is None else torch.device(device))
+        return cls._from_host(host, host_k, device=None if device is None else torch.device(device))._crossing()
 
     @classmethod
     def from_cu_seqlens(
@@ -84,7 +87,7 @@ class PackedSequences:
         # Copies, so that what the caller does to its tensors later cannot part them from the host's offsets.
         own = cu_seqlens.clone() if isinstance(cu_seqlens, Tensor) else cu_seqlens
         own_k = cu_seqlens_k.clone() if isinstance(cu_seqlens_k, Tensor) else cu_seqlens_k
-        return cls.checked(own, own_k, host, host_k, names=("host", "host_k"))
+        return cls.checked(own, own_k, host, host_k, names=("host", "host_k"))._crossing()
 
     @classmethod
     def checked(
@@ -147,6 +150,20 @@ class PackedSequences:
         longest = max(_differences(host), default=0)
         longest_k = longest if same else max(_differences(host_k), default=0)
         return cls(host, host if same else host_k, longest, longest_k, len(host) - 1, device, same, source, known)
+
+    def _crossing(self) -> PackedSequences:
+        """The same, able to cross a compiled graph; what is memoised for either is shared."""
+        # What a tracer makes here are numbers of its program already.
+        return self if torch.compiler.is_compiling() else replace(self, carrier=refer(self, kept=self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "carrier": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy of the carrier carries nothing.
+        self.__dict__.update(state)
+        twin = replace(self)
+        self.__dict__["carrier"] = refer(twin, kept=twin)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

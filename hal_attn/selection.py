@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+from hal_attn import kinds
 from hal_attn.backend import AttentionBackend
 from hal_attn.errors import (
     BackendNotAvailableError,
@@ -150,11 +151,10 @@ def explicit_names(backend: object, settings: Settings) -> Explicit | None:
 
 
 def _argument_names(backend: object) -> tuple[str, ...]:
-    if isinstance(backend, str) and backend:
-        return (backend,)
-    if isinstance(backend, (tuple, list)) and backend and all(isinstance(name, str) for name in backend):
-        return tuple(backend)
-    raise InvalidAttentionInputError("backend", repr(backend), "a backend's name, names in order, or None")
+    fault = kinds.names(backend)
+    if fault is not None:
+        raise InvalidAttentionInputError(*fault)
+    return (backend,) if isinstance(backend, str) else tuple(cast("Sequence[str]", backend))
 
 
 def check_names(names: Sequence[str], source: str, registry: Registry) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.kinds import Fault
 
 
 def merge_attention_states(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -27,7 +29,12 @@ def merge_attention_states(outputs: Sequence[Tensor], lses: Sequence[Tensor]) ->
         InvalidAttentionInputError: no parts, or parts whose shapes do not fit together.
     """
     outputs, lses = list(outputs), list(lses)
-    _check(outputs, lses)
+    fault = _fault(outputs, lses)
+    if fault is not None:
+        if is_compiling():
+            refused: tuple[Tensor, Tensor] = torch.ops.hal_attn.refuse(None, None, True, *fault)
+            return refused
+        raise InvalidAttentionInputError(*fault)
     exact = torch.promote_types(outputs[0].dtype, torch.float32)
     if lses[0].dtype == torch.float64:
         exact = torch.float64
@@ -47,25 +54,25 @@ def merge_attention_states(outputs: Sequence[Tensor], lses: Sequence[Tensor]) ->
     return merged.to(outputs[0].dtype), lse if exact == torch.float64 else lse.to(torch.float32)
 
 
-def _check(outputs: list[Tensor], lses: list[Tensor]) -> None:
+def _fault(outputs: list[Tensor], lses: list[Tensor]) -> Fault | None:
+    """What is wrong with the parts: nothing raises here, because a tracer cannot follow an error of ours."""
     if not outputs:
-        raise InvalidAttentionInputError("outputs", "no parts", "at least one partial result")
+        return ("outputs", "no parts", "at least one partial result", "")
     if len(outputs) != len(lses):
-        raise InvalidAttentionInputError("lses", f"{len(lses)} parts", f"as many as outputs, {len(outputs)}")
+        return ("lses", f"{len(lses)} parts", f"as many as outputs, {len(outputs)}", "")
     for name, parts in (("outputs", outputs), ("lses", lses)):
         for index, part in enumerate(parts):
             if not isinstance(part, Tensor):
-                raise InvalidAttentionInputError(f"{name}[{index}]", f"a {type(part).__name__}", "a torch.Tensor")
+                return (f"{name}[{index}]", f"a {type(part).__name__}", "a torch.Tensor", "")
     shape = outputs[0].shape
     if outputs[0].dim() not in (3, 4):
-        raise InvalidAttentionInputError("outputs", f"shape {tuple(shape)}", "[B, S, H, Dv] or [T, H, Dv]")
+        return ("outputs", f"shape {tuple(shape)}", "[B, S, H, Dv] or [T, H, Dv]", "")
     expected = (*shape[:-3], shape[-2], shape[-3])
     for index, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
         if output.shape != shape:
-            raise InvalidAttentionInputError(
-                f"outputs[{index}]", f"shape {tuple(output.shape)}", f"the first part's, {tuple(shape)}"
-            )
+            return (f"outputs[{index}]", f"shape {tuple(output.shape)}", f"the first part's, {tuple(shape)}", "")
         if tuple(lse.shape) != expected:
-            raise InvalidAttentionInputError(f"lses[{index}]", f"shape {tuple(lse.shape)}", f"{expected}")
+            return (f"lses[{index}]", f"shape {tuple(lse.shape)}", f"{expected}", "")
         if not lse.is_floating_point() or lse.dtype in (torch.float16, torch.bfloat16):
-            raise InvalidAttentionInputError(f"lses[{index}]", f"dtype {lse.dtype}", "float32 or float64")
+            return (f"lses[{index}]", f"dtype {lse.dtype}", "float32 or float64", "")
+    return None

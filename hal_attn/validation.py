@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from hal_attn import kinds
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.request import AttentionRequest, MaskKind, canonical_band
 
 if TYPE_CHECKING:
     from hal_attn.packing import PackedSequences
 
-_DENSE = ("[B, Sq, H, D]", "[B, Sk, Hkv, D]", "[B, Sk, Hkv, Dv]")
-_PACKED = ("[Tq, H, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]")
-
 
 def dense_request(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, object]) -> AttentionRequest:
     """The request of a batched call; raises InvalidAttentionInputError."""
-    _check_tensors(query, key, value, _DENSE)
+    _check_tensors(query, key, value, kinds.DENSE)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.shape[0] != query.shape[0]:
             raise InvalidAttentionInputError(name, f"batch {tensor.shape[0]}", f"the batch of query, {query.shape[0]}")
@@ -56,7 +54,7 @@ def packed_request(
     query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, options: Mapping[str, object]
 ) -> AttentionRequest:
     """The request of a packed call; raises InvalidAttentionInputError."""
-    _check_tensors(query, key, value, _PACKED)
+    _check_tensors(query, key, value, kinds.PACKED)
     _check_key_value(key, value, 0)
     sequences.check_tensors(query, key)
     return _request(
@@ -132,8 +130,8 @@ def _request(
 def _check_tensors(query: object, key: object, value: object, layouts: tuple[str, str, str]) -> None:
     rank = layouts[0].count(",") + 1
     for name, tensor, layout in zip(("query", "key", "value"), (query, key, value), layouts, strict=True):
-        if not isinstance(tensor, Tensor):
-            raise InvalidAttentionInputError(name, f"a {type(tensor).__name__}", f"a torch.Tensor {layout}")
+        _refuse(kinds.tensor(name, tensor, f"a torch.Tensor {layout}"))
+        assert isinstance(tensor, Tensor)
         if tensor.layout != torch.strided:
             raise InvalidAttentionInputError(name, f"a tensor of layout {tensor.layout}", f"a dense tensor {layout}")
         if tensor.dim() != rank:
@@ -209,8 +207,8 @@ def _check_mask(mask: object, query: Tensor, full: tuple[int, int, int, int]) ->
     if mask is None:
         return "none", None
     allowed = f"a bool (True = may attend) or float (added) tensor broadcastable to [B, H, Sq, Sk] = {list(full)}"
-    if not isinstance(mask, Tensor):
-        raise InvalidAttentionInputError("mask", f"a {type(mask).__name__}", allowed)
+    _refuse(kinds.tensor("mask", mask, allowed))
+    assert isinstance(mask, Tensor)
     if mask.dim() != 4:
         remedy = (
             "a [B, Sk] mask of real keys is key_padding_mask; a [Sq, Sk] mask is mask[None, None]"
@@ -232,8 +230,8 @@ def _check_key_padding(mask: object, query: Tensor, shape: tuple[int, int]) -> T
     if mask is None:
         return None
     allowed = f"a bool tensor [B, Sk] = {list(shape)}, True = a real key"
-    if not isinstance(mask, Tensor):
-        raise InvalidAttentionInputError("key_padding_mask", f"a {type(mask).__name__}", allowed)
+    _refuse(kinds.tensor("key_padding_mask", mask, allowed))
+    assert isinstance(mask, Tensor)
     if mask.dim() != 2:
         raise InvalidAttentionInputError(
             "key_padding_mask",
@@ -253,8 +251,8 @@ def _check_sinks(sinks: object, query: Tensor, heads: int) -> Tensor | None:
     if sinks is None:
         return None
     allowed = f"a float tensor [H] = [{heads}], one logit a query head"
-    if not isinstance(sinks, Tensor):
-        raise InvalidAttentionInputError("sinks", f"a {type(sinks).__name__}", allowed)
+    _refuse(kinds.tensor("sinks", sinks, allowed))
+    assert isinstance(sinks, Tensor)
     if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point():
         raise InvalidAttentionInputError("sinks", f"shape {tuple(sinks.shape)} {sinks.dtype}", allowed)
     _check_device("sinks", sinks, query)
@@ -265,8 +263,8 @@ def _check_slopes(slopes: object, query: Tensor, batch: int, heads: int) -> Tens
     if slopes is None:
         return None
     allowed = f"a float tensor [H] = [{heads}] or [B, H] = [{batch}, {heads}]; the bias is -slope * |i + Sk - Sq - j|"
-    if not isinstance(slopes, Tensor):
-        raise InvalidAttentionInputError("alibi_slopes", f"a {type(slopes).__name__}", allowed)
+    _refuse(kinds.tensor("alibi_slopes", slopes, allowed))
+    assert isinstance(slopes, Tensor)
     if tuple(slopes.shape) not in ((heads,), (batch, heads)) or not slopes.is_floating_point():
         raise InvalidAttentionInputError("alibi_slopes", f"shape {tuple(slopes.shape)} {slopes.dtype}", allowed)
     _check_device("alibi_slopes", slopes, query)
@@ -274,55 +272,48 @@ def _check_slopes(slopes: object, query: Tensor, batch: int, heads: int) -> Tens
 
 
 def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidAttentionInputError(name, repr(value), "True or False")
-    return value
+    _refuse(kinds.flag(name, value))
+    return cast(bool, value)
 
 
 def _number(name: str, value: object, allowed: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
-        remedy = (
-            "take its value on the host; reading it here would wait for the device" if isinstance(value, Tensor) else ""
-        )
-        raise InvalidAttentionInputError(name, got, allowed, remedy)
-    return float(value)
+    _refuse(kinds.number(name, value, allowed))
+    return float(cast(float, value))
 
 
 def _check_scale(scale: object) -> float | None:
     if scale is None:
         return None
-    number = _number("scale", scale, "a finite number, or None for 1/sqrt(D)")
+    number = _number("scale", scale, kinds.SCALES)
     if not math.isfinite(number):
-        raise InvalidAttentionInputError("scale", str(scale), "a finite number, or None for 1/sqrt(D)")
+        raise InvalidAttentionInputError("scale", str(scale), kinds.SCALES)
     return number
 
 
 def _check_softcap(softcap: object) -> float:
-    number = _number("softcap", softcap, "a finite number of at least 0; 0.0 is off")
+    number = _number("softcap", softcap, kinds.SOFTCAPS)
     if not math.isfinite(number) or number < 0:
-        raise InvalidAttentionInputError("softcap", str(softcap), "a finite number of at least 0; 0.0 is off")
+        raise InvalidAttentionInputError("softcap", str(softcap), kinds.SOFTCAPS)
     return number
 
 
 def _check_dropout(dropout_p: object) -> float:
-    allowed = "a probability of dropping, at least 0 and below 1"
-    number = _number("dropout_p", dropout_p, allowed)
+    number = _number("dropout_p", dropout_p, kinds.PROBABILITIES)
     if not 0.0 <= number < 1.0:
-        raise InvalidAttentionInputError("dropout_p", str(dropout_p), allowed)
+        raise InvalidAttentionInputError("dropout_p", str(dropout_p), kinds.PROBABILITIES)
     return number
 
 
 def _check_window(window: object) -> tuple[int, int] | None:
     if window is None:
         return None
-    allowed = "None, or (left, right) of whole numbers of at least 0, where -1 or None is unlimited"
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise InvalidAttentionInputError("window_size", repr(window), allowed)
-    edges = []
-    for edge in window:
-        edge = -1 if edge is None else edge
-        if isinstance(edge, bool) or not isinstance(edge, int) or edge < -1:
-            raise InvalidAttentionInputError("window_size", repr(window), allowed)
-        edges.append(edge)
-    return edges[0], edges[1]
+    _refuse(kinds.window(window))
+    left, right = (-1 if edge is None else edge for edge in cast("tuple[int | None, int | None]", window))
+    if left < -1 or right < -1:
+        raise InvalidAttentionInputError("window_size", repr(window), kinds.WINDOWS)
+    return left, right
+
+
+def _refuse(fault: kinds.Fault | None) -> None:
+    if fault is not None:
+        raise InvalidAttentionInputError(*fault)

@@ -23,7 +23,8 @@ from hal_attn.capabilities import Capabilities
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
 from hal_attn.packing import PackedSequences
 from hal_attn.platform import Detection, DeviceInfo, Platform
-from hal_attn.registry import GROUP, default_registry
+from hal_attn.plugins import GROUP
+from hal_attn.registry import default_registry
 from hal_attn.request import AttentionRequest
 
 _CLAIMS = Capabilities(dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}), causal="bottom_right")

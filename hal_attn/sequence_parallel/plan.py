@@ -8,10 +8,13 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from hal_attn.backend import AttentionResult
+from hal_attn.carrier import refer
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.sequence_parallel.agreement import agreed
+from hal_attn.sequence_parallel.compiled import plan_attention
 from hal_attn.sequence_parallel.costs import Costs, best_for_all
 from hal_attn.sequence_parallel.description import Description, describe
 from hal_attn.sequence_parallel.engine import Engine, PlanAttention
@@ -43,6 +46,11 @@ class Plan:
     expected: Mapping[str, object]
     _agreed: dict[object, str | Sequence[str] | None] = field(default_factory=dict, repr=False)
     _known: dict[object, Settings] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def carrier(self) -> Tensor:
+        """What stands for this plan in a compiled program; it does not keep the plan alive."""
+        return refer(self)
 
     # Who holds what
 
@@ -116,6 +124,9 @@ class Plan:
             InvalidAttentionInputError: a tensor or option is wrong, here or on another rank, or differs between ranks.
             UnsupportedAttentionError: no backend takes the calls of this rank.
         """
+        if is_compiling():
+            plain = (scale, softcap, deterministic, return_lse, backend)
+            return plan_attention(self, query, key, value, (sinks, mask, key_padding_mask), plain)
         given = Inputs(
             query, key, value, scale, mask, key_padding_mask, softcap, sinks, deterministic, return_lse, backend
         )
@@ -292,4 +303,7 @@ def make_plan(
             **{name: str(value) for name, value in expected.items()},
         }
 
-    return agreed(groups.everyone, make, told)[0]
+    made = agreed(groups.everyone, make, told)[0]
+    # Made now: a tracer could not.
+    _ = made.carrier
+    return made
