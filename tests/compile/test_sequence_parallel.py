@@ -68,7 +68,7 @@ def test_one_rank(batched):
 
 @pytest.mark.parametrize("cls", BY_MODE, ids=lambda cls: cls.__name__)
 def test_several_ranks(pool, cls):
-    cases = [Case(BY_MODE[cls], lengths, causal=True, sinks=True) for lengths in ((21, 14), (18, 13, 16))]
+    cases = [Case(BY_MODE[cls], lengths, causal=True, sinks=True) for lengths in ((61, 34), (48, 33, 57))]
     for graphs in pool(BY_MODE[cls].world).run(as_its_plan, cls, cases):
         assert len(set(graphs)) == 1
 
