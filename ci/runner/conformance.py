@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runner import junit, process
-from runner.detection import chosen
+from runner.detection import chosen, installed_backends
 from runner.environment import Environment
 from runner.options import Options
 from runner.platforms import ROOT
@@ -17,7 +17,7 @@ def check(options: Options, environment: Environment) -> Result:
     command = [str(environment.python), "-m", "hal_attn.cli", "verify", "--platform", options.platform.name]
     command += ["--full" if options.full else "--quick"]
     if not options.simulation and options.platform.device_files:
-        command += ["--require-hardware"]
+        command += ["--require-hardware", *(f"--backend={name}" for name in installed_backends(options))]
     for flag, name in FILES.items():
         command += [flag, str(options.out / name)]
     log = options.log_folder / "conformance.log"

@@ -57,6 +57,16 @@ def chosen(options: Options, environment: Environment) -> dict[str, str]:
     return variables
 
 
+def installed_backends(options: Options) -> tuple[str, ...]:
+    """The platform's backends whose library is there, broken ones too: all that its hardware has to show.
+
+    A library that is not installed is named by `doctor`, and is no fault of the machine.
+    """
+    entries = _read(options.out / REPORT).get("backends", [])
+    own = (entry for entry in entries if entry["platform"] == options.platform.name)
+    return tuple(entry["name"] for entry in own if entry["usable"] or (entry["reason"] or {}).get("rule") != "installed")
+
+
 def machine_kind(options: Options) -> str:
     """A name for machines whose times may be compared: the platform and its device, as in `cuda-nvidia-h200`."""
     found = _platform(options, options.out / REPORT)
