@@ -29,6 +29,7 @@ from torch import Tensor
 from hal_attn.backend import AttentionMetadata, AttentionMetadataBuilder
 from hal_attn.packing import PackedSequences, rows_of
 from hal_attn.request import AttentionRequest
+from hal_attn.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences that share one call. `members` are their indices, `key_mask` `[count, length]` hides padded keys."""
+    """Sequences that share one call. `members` are their indices, on the device; `key_mask` `[count, length]` hides
+    padded keys."""
 
-    members: tuple[int, ...]
+    members: Tensor
     queries: Rows
     keys: Rows
     key_mask: Tensor | None
@@ -231,7 +233,8 @@ class _PlanMaker:
     def _bucket(self, group: _Group) -> Bucket:
         queries, _ = self._rows(group.members, group.len_q, self.starts, self.lengths)
         keys, mask = self._rows(group.members, group.len_k, self.starts_k, self.lengths_k)
-        return Bucket(group.members, queries, keys, None if self.behind else mask)
+        members = self._moved(torch.tensor(group.members, dtype=torch.int64))
+        return Bucket(members, queries, keys, None if self.behind else mask)
 
     def _place(self, group: _Group, bucket: Bucket) -> Place:
         if bucket.queries.start is not None:
@@ -260,7 +263,7 @@ class _PlanMaker:
         return restore
 
     def _moved(self, index: Tensor) -> Tensor:
-        return index.to(self.device, non_blocking=True)
+        return to_device(index, self.device)
 
     def _rows(
         self, members: tuple[int, ...], length: int, starts: list[int], lengths: tuple[int, ...]

@@ -13,6 +13,7 @@ from hal_attn.backend import AttentionBackend, AttentionResult
 from hal_attn.packing import PackedSequences, rows_of
 from hal_attn.padded import attached, empty_lse
 from hal_attn.request import AttentionRequest
+from hal_attn.transfer import to_device
 
 
 def native_call(backend: AttentionBackend, request: AttentionRequest) -> Callable[..., AttentionResult]:
@@ -41,10 +42,10 @@ def _answer_empty(
     tensors: dict[str, Tensor],
 ) -> AttentionResult:
     """`forward` over the sequences that have queries and keys; the others are answered by rule."""
-    rest, rows, rows_k = sequences.memo(("alive", query.device), partial(_alive_rows, sequences, query.device))
+    rest, alive, rows, rows_k = sequences.memo(("alive", query.device), partial(_alive_rows, sequences, query.device))
     slopes = tensors.get("alibi_slopes")
     if slopes is not None and slopes.dim() == 2:
-        tensors = {**tensors, "alibi_slopes": slopes[list(sequences.alive)]}
+        tensors = {**tensors, "alibi_slopes": slopes.index_select(0, alive)}
     output = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
     lse = empty_lse((query.shape[0], query.shape[1]), tensors.get("sinks"), query.device)
     if sequences.alive:
@@ -88,8 +89,10 @@ def _forward_varlen(backend: AttentionBackend, request: AttentionRequest) -> Cal
     return run
 
 
-def _alive_rows(sequences: PackedSequences, device: torch.device) -> tuple[PackedSequences, Tensor, Tensor]:
-    """The sequences with queries and keys, and their query and key rows among all; rows without the other side go."""
+def _alive_rows(sequences: PackedSequences, device: torch.device) -> tuple[PackedSequences, Tensor, Tensor, Tensor]:
+    """The sequences with queries and keys, their indices, and their query and key rows among all; rows without the
+    other side go."""
     rows = rows_of(sequences.lengths, [bool(keys) for keys in sequences.lengths_k])
     rows_k = rows_of(sequences.lengths_k, [bool(queries) for queries in sequences.lengths])
-    return sequences.of_alive(), rows.to(device, non_blocking=True), rows_k.to(device, non_blocking=True)
+    indices = torch.tensor(sequences.alive, dtype=torch.int64, device="cpu")
+    return sequences.of_alive(), to_device(indices, device), to_device(rows, device), to_device(rows_k, device)

@@ -66,7 +66,7 @@ class PackedSequences:
         host = _accumulate("lengths", lengths)
         host_k = host if lengths_k is None else _accumulate("lengths_k", lengths_k)
         _check_counts(len(host) - 1, len(host_k) - 1, "lengths_k")
-        return cls._from_host(host, host_k, device=None if device is None else torch.device(device))._crossing()
+        return cls._from_host(host, host_k, device=None if device is None else _with_index(device))._crossing()
 
     @classmethod
     def from_cu_seqlens(
@@ -385,6 +385,14 @@ def _differences(offsets: tuple[int, ...]) -> tuple[int, ...]:
 def _check_counts(count: int, count_k: int, name: str) -> None:
     if count != count_k:
         raise InvalidAttentionInputError(name, f"{count_k} sequences", f"as many as the queries have, {count}")
+
+
+def _with_index(device: torch.device | str) -> torch.device:
+    """`device` as tensors on it name it: "cuda" is the current one of several."""
+    device = torch.device(device)
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    return torch.empty(0, device=device).device
 
 
 def _to_device(host: tuple[int, ...], device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hal_attn.packing import PackedSequences
+from hal_attn.transfer import to_device
 
 
 def leading_blind_rows(seqlen_q: int, seqlen_k: int, right: int) -> int:
@@ -45,7 +46,7 @@ def packed_blind_rows(sequences: PackedSequences, right: int, tokens_q: int, dev
     flags = torch.zeros(sequences.cu_seqlens_host[-1], dtype=torch.bool)
     for start, count in zip(itertools.accumulate(sequences.lengths, initial=0), counts, strict=False):
         flags[start : start + count] = True
-    return flags.to(device, non_blocking=True)
+    return to_device(flags, device)
 
 
 def _on_device(sequences: PackedSequences, right: int, tokens_q: int, device: torch.device) -> Tensor:

@@ -64,7 +64,9 @@ def installed_backends(options: Options) -> tuple[str, ...]:
     """
     entries = _read(options.out / REPORT).get("backends", [])
     own = (entry for entry in entries if entry["platform"] == options.platform.name)
-    return tuple(entry["name"] for entry in own if entry["usable"] or (entry["reason"] or {}).get("rule") != "installed")
+    return tuple(
+        entry["name"] for entry in own if entry["usable"] or (entry["reason"] or {}).get("rule") != "installed"
+    )
 
 
 def machine_kind(options: Options) -> str:

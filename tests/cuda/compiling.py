@@ -8,6 +8,7 @@ import sys
 import torch
 
 from hal_attn import PackedSequences, attention, explain, varlen_attention
+from hal_attn.registry import default_registry
 from tests.compile.tracing import Program, leaves
 from tests.cuda import hardware
 from tests.cuda.calls import HALF
@@ -74,6 +75,12 @@ def takes(backend, kind, *, gradients):
         if found.refusals:
             return False
     return True
+
+
+def reads_lengths(backend, kind):
+    """Whether such a call has to wait for the device: without a packed kernel, the host must know the lengths."""
+    found = next(b for b in default_registry().platform("cuda").backends() if b.name == backend)
+    return kind == "device offsets" and not found.implements("forward_varlen")
 
 
 def largest_difference(backend, kind, *, dynamic, compiler="aot_eager", gradients=True):

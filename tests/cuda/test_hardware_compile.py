@@ -54,13 +54,13 @@ def test_static_shapes(backend, kind):
 @pytest.mark.parametrize("kind", compiling.KINDS)
 def test_nothing_waits_for_the_device(backend, kind):
     for wanted in (True, False):
-        if taken(backend, kind, gradients=wanted):
+        if taken(backend, kind, gradients=wanted) and not compiling.reads_lengths(backend, kind):
             assert compiling.without_waiting(backend, kind, gradients=wanted).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", compiling.KINDS)
 def test_a_cuda_graph_of_a_compiled_call_is_replayed_over_other_values(backend, kind):
-    if taken(backend, kind, gradients=False):
+    if taken(backend, kind, gradients=False) and not compiling.reads_lengths(backend, kind):
         output, right = compiling.captured(backend, kind)
         torch.testing.assert_close(output, right)
 
