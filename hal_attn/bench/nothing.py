@@ -33,6 +33,7 @@ _CLAIMS = Capabilities(dtypes=frozenset({torch.float32, torch.bfloat16, torch.fl
 class NothingBackend(AttentionBackend):
     """A kernel that returns its value."""
 
+    api_version = 1
     name = "nothing"
     capabilities = _CLAIMS
 
@@ -72,6 +73,7 @@ class FramedNothingBackend(BatchedKernel, PackedKernel):
 class NothingPlatform(Platform):
     """Owns the CPU's tensors where HAL_ATTN_PLATFORM names it; without it the CPU's own platform comes first."""
 
+    api_version = 1
     name = "nothing"
     device_type = "cpu"
     process_group_backend = ""
