@@ -7,10 +7,9 @@ from hal_attn.operators import ATTENTION, VARLEN_ATTENTION
 from tests.compile.test_operators import check_both
 from tests.compile.tracing import Program, gradients, leaves
 from tests.cuda import compiling, hardware
+from tests.cuda.compiling import TOLERANCE
 
 pytestmark = pytest.mark.cuda
-# Of the largest value: a backward pass may add in any order, in bfloat16 two units in the last place.
-TOLERANCE = 2.0**-6
 
 
 @pytest.fixture(autouse=True)

@@ -10,29 +10,18 @@ from hal_attn.sequence_parallel import (
     LocalAttention,
     RingAttention,
     UlyssesAttention,
-    USPAttention,
 )
 from hal_attn.sequence_parallel.compiled import PLAN_ATTENTION
 from tests.compile.test_operators import check_both
 from tests.compile.tracing import Program, gradients, leaves, same
 from tests.sequence_parallel.case import Case, Degrees, groups, place, plan_of, tensors
-from tests.sequence_parallel.pool import Pool
 
 BY_MODE = {
     UlyssesAttention: Degrees(ulysses=2),
     KVGatherAttention: Degrees(kv_gather=2),
     RingAttention: Degrees(ring=2),
-    USPAttention: Degrees(ulysses=2, ring=2),
 }
 OPTIONS = {"scale": 0.4, "softcap": 2.0, "deterministic": True}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pools = {}
-    yield lambda world: pools.setdefault(world, Pool(world))
-    for each in pools.values():
-        each.close()
 
 
 def plan_on(case):
