@@ -6,6 +6,12 @@ pytest_plugins = ["pytester"]
 PLUGIN = ("-p", "hal_attn.testing.plugin", "-p", "no:cacheprovider")
 
 
+@pytest.fixture(autouse=True)
+def only_ours(monkeypatch):
+    """By `-p` alone: where the package is installed anew, its entry point would load the plugin a second time."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def run(pytester, *arguments):
     """In this process: another would import PyTorch again."""
     return pytester.runpytest_inprocess(*PLUGIN, *arguments)
