@@ -1,37 +1,28 @@
 """`attention` and `varlen_attention`: the key of a call finds the call that was bound for it, or binds one.
 
-What a key holds decides everything that a bound call was made from: shapes, dtypes, devices, gradients wanted, options,
-overrides, and the environment's values. So a hit needs no checks, and a changed variable is a miss.
+`hal_attn.memo` says what a key holds: all that a bound call was made from, so that a hit needs no checks.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from hal_attn import compiled
 from hal_attn.backend import AttentionBackend, AttentionResult
-from hal_attn.binding import BoundCall, bind_dense, bind_packed, explain_call
+from hal_attn.binding import explain_call
 from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.memo import PLAIN, bound_call
 from hal_attn.packing import PackedSequences, check_offsets
 from hal_attn.registry import default_registry
 from hal_attn.request import TENSOR_OPTIONS
-from hal_attn.selection import Selection, override, require
-from hal_attn.settings import fingerprint, read
+from hal_attn.selection import Selection, require
+from hal_attn.settings import read
 
 Window = tuple[int | None, int | None] | None
 HostOffsets = Sequence[int] | Tensor | None
-
-_CAPACITY = 4096
-_is_grad_enabled = torch.is_grad_enabled
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-# A memo only: what it holds can be dropped at any time, and each entry was made from nothing but its key.
-_bound: dict[object, BoundCall] = {}
-_filling = threading.Lock()
 
 
 def attention(
@@ -88,23 +79,7 @@ def attention(
     if not (mask is None and key_padding_mask is None and sinks is None and alibi_slopes is None):
         given = _given(mask=mask, key_padding_mask=key_padding_mask, sinks=sinks, alibi_slopes=alibi_slopes)
     plain = (scale, causal, softcap, dropout_p, deterministic, return_lse)
-    identity: object
-    try:
-        identity = identity_of(query, key, value, plain, window_size, given, backend)
-        call = _bound.get(identity)
-    except (TypeError, AttributeError):
-        # Something that cannot be part of a key: the checks say what is wrong with it, or it is bound anew each time.
-        identity = call = None
-    if call is None:
-        call = bind_dense(
-            default_registry(),
-            query,
-            key,
-            value,
-            _options(plain, window_size, given),
-            backend,
-        )
-        _remember(identity, call)
+    call = bound_call(query, key, value, plain, window_size, backend, given)
     return call(query, key, value) if given is None else call(query, key, value, **given)
 
 
@@ -168,23 +143,7 @@ def varlen_attention(
         )
     given = None if sinks is None and alibi_slopes is None else _given(sinks=sinks, alibi_slopes=alibi_slopes)
     plain = (scale, causal, softcap, dropout_p, deterministic, return_lse)
-    identity: object
-    try:
-        identity = identity_of(query, key, value, plain, window_size, given, backend, sequences.signature)
-        call = _bound.get(identity)
-    except (TypeError, AttributeError):
-        identity = call = None
-    if call is None:
-        call = bind_packed(
-            default_registry(),
-            query,
-            key,
-            value,
-            sequences,
-            _options(plain, window_size, given),
-            backend,
-        )
-        _remember(identity, call)
+    call = bound_call(query, key, value, plain, window_size, backend, given, sequences)
     return call(query, key, value, sequences) if given is None else call(query, key, value, sequences, **given)
 
 
@@ -223,8 +182,7 @@ def select_backend(query: Tensor, key: Tensor, value: Tensor, **same_options: ob
     return require(explain(query, key, value, **same_options), default_registry(), read())
 
 
-_PLAIN = ("scale", "causal", "softcap", "dropout_p", "deterministic", "return_lse")
-_OPTIONS = (*_PLAIN, "window_size", *TENSOR_OPTIONS)
+_OPTIONS = (*PLAIN, "window_size", *TENSOR_OPTIONS)
 _PACKED_OPTIONS = (
     "cu_seqlens",
     "max_seqlen",
@@ -236,91 +194,8 @@ _PACKED_OPTIONS = (
 )
 
 
-def identity_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plain: tuple[object, ...],
-    window_size: Window,
-    given: dict[str, Tensor] | None,
-    backend: object,
-    packed: str | None = None,
-) -> tuple[object, ...] | None:
-    """What a bound call depends on: tensors, modes, options, overrides and the environment; None for tensors that do
-    not go together, which the checks tell apart.
-
-    `plain` is (scale, causal, softcap, dropout_p, deterministic, return_lse), which count with their types: `True`
-    equals `1`, and only one of them is a flag.
-
-    Raises:
-        TypeError, AttributeError: something that cannot be part of a key, which only the checks can tell.
-    """
-    if backend.__class__ is list:
-        backend = (list, *backend)
-    dtype, layout, device = query.dtype, query.layout, query.device
-    if (
-        key.dtype is not dtype
-        or value.dtype is not dtype
-        or key.layout is not layout
-        or value.layout is not layout
-        or key.device != device
-        or value.device != device
-    ):
-        return None
-    # By hand, because tuple(map(type, plain)) is 0.15 us slower, on every call.
-    a, b, c, d, e, f = plain
-    return (
-        query.shape,
-        key.shape,
-        value.shape,
-        dtype,
-        layout,
-        device,
-        _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-        _is_any_autocast_enabled(),
-        plain,
-        a.__class__,
-        b.__class__,
-        c.__class__,
-        d.__class__,
-        e.__class__,
-        f.__class__,
-        None if window_size is None else _window_identity(window_size),
-        None if given is None else _kinds(given),
-        backend,
-        packed,
-        override(),
-        fingerprint(),
-    )
-
-
-def _options(plain: tuple[object, ...], window_size: Window, given: dict[str, Tensor] | None) -> dict[str, object]:
-    """The options of a call by name, for the slow road."""
-    return {**dict(zip(_PLAIN, plain, strict=True)), "window_size": window_size, **(given or {})}
-
-
 def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def _kinds(given: dict[str, Tensor]) -> tuple[object, ...]:
-    wants_grad = torch.is_grad_enabled()
-    return tuple((n, t.shape, t.dtype, t.layout, t.device, wants_grad and t.requires_grad) for n, t in given.items())
-
-
-def _window_identity(window_size: Window) -> object:
-    """The window with its types: 3.0 equals 3, but only one of them is a window."""
-    assert window_size is not None
-    return (window_size.__class__, *((edge, edge.__class__) for edge in window_size))
-
-
-def _remember(identity: object, call: BoundCall) -> None:
-    if identity is None:
-        return
-    with _filling:
-        while len(_bound) >= _CAPACITY:
-            _bound.pop(next(iter(_bound)), None)
-        _bound[identity] = call
 
 
 def _check_only_sequences(sequences: object, **others: object) -> None:

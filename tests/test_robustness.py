@@ -11,7 +11,7 @@ from hal_attn import (
     PackedSequences,
     UnsupportedAttentionError,
     attention,
-    functional,
+    memo,
     merge_attention_states,
     reference_attention,
     reference_varlen_attention,
@@ -135,27 +135,29 @@ def test_the_default_device_changes_nothing():
 
 
 def test_threads_may_fill_the_memo_at_once(monkeypatch):
-    monkeypatch.setattr(functional, "_CAPACITY", 4)
-    failures = []
+    monkeypatch.setattr(memo, "_CAPACITY", 4)
+    monkeypatch.setattr(memo, "_bind", lambda query, key, value, plain, window, backend, *rest: (backend, plain[0]))
+    tensors, failures = dense(1, 2, head_dim=8)[:3], []
 
     def fill(first):
         try:
-            for number in range(4000):
-                functional._remember((first, number), lambda: None)
-        except RuntimeError as error:
+            for number in range(1000):
+                plain = (float(number % 7), False, 0.0, 0.0, False, False)
+                assert memo.bound_call(*tensors, plain, None, first, None) == (first, plain[0])
+        except (RuntimeError, AssertionError) as error:
             failures.append(error)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=fill, args=(first,)) for first in range(6)]
+        threads = [threading.Thread(target=fill, args=(str(first),)) for first in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-        functional._bound.clear()
+        memo.clear()
     assert not failures
 
 

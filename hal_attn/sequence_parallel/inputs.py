@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hal_attn.errors import InvalidAttentionInputError
-from hal_attn.functional import identity_of
+from hal_attn.memo import identity_of
 from hal_attn.packing import PackedSequences
 from hal_attn.sequence_parallel.kernel import Settings
 from hal_attn.sequence_parallel.masks import check_masks

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hal_attn import attention, explain, functional, varlen_attention
+from hal_attn import attention, explain, memo, varlen_attention
 from hal_attn.sequence_parallel import SequenceParallelGroups
 from hal_attn.tuning import group, measuring
 from hal_attn.tuning.group import GroupChoices
@@ -55,7 +55,8 @@ class Measuring:
         self.times, self.races = dict(zip(NAMES, times[rank()], strict=True)), 0
         self.patches = [
             mock.patch.object(measuring, "race", self._race),
-            mock.patch.object(functional, "_bound", {}),
+            mock.patch.object(memo, "_bound", {}),
+            mock.patch.object(memo, "_recent", {}),
             mock.patch.dict(os.environ, {"HAL_ATTN_CACHE_DIR": str(folder)}),
         ]
 
