@@ -75,10 +75,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences that share one call. `members` are their indices, on the device; `key_mask` `[count, length]` hides
-    padded keys."""
+    """Sequences that share one call. `members` are their indices, `index` the same on the device; `key_mask`
+    `[count, length]` hides padded keys."""
 
-    members: Tensor
+    members: tuple[int, ...]
+    index: Tensor
     queries: Rows
     keys: Rows
     key_mask: Tensor | None
@@ -233,8 +234,8 @@ class _PlanMaker:
     def _bucket(self, group: _Group) -> Bucket:
         queries, _ = self._rows(group.members, group.len_q, self.starts, self.lengths)
         keys, mask = self._rows(group.members, group.len_k, self.starts_k, self.lengths_k)
-        members = self._moved(torch.tensor(group.members, dtype=torch.int64))
-        return Bucket(members, queries, keys, None if self.behind else mask)
+        index = self._moved(torch.tensor(group.members, dtype=torch.int64))
+        return Bucket(group.members, index, queries, keys, None if self.behind else mask)
 
     def _place(self, group: _Group, bucket: Bucket) -> Place:
         if bucket.queries.start is not None:

@@ -57,7 +57,7 @@ def run_plan(
         if bucket.key_mask is not None:
             extra["key_padding_mask"] = bucket.key_mask
         if slopes is not None and slopes.dim() == 2:
-            extra["alibi_slopes"] = slopes.index_select(0, bucket.members)
+            extra["alibi_slopes"] = slopes.index_select(0, bucket.index)
         q, k, v = bucket.queries.take(query), bucket.keys.take(key), bucket.keys.take(value)
         result = forward(q, k, v, **extra)
         if with_lse:
