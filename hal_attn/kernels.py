@@ -291,7 +291,9 @@ class PackedKernel(KernelBackend):
 
     def bind_varlen(self, request: AttentionRequest) -> Callable[..., AttentionResult] | None:
         builder, return_lse = self.metadata_builder(), request.return_lse
-        key_of, own_key = ("metadata", self, builder.key(request)), object()
+        key_of = ("metadata", self, builder.key(request))
+        # As text, whose hash is made once: a request's would be made at each call.
+        own_key = f"call of {self!r} {id(self)}: {request!r}"
 
         def call_for(sequences: PackedSequences) -> tuple[KernelCall, Tensor | None]:
             metadata = sequences.memo(key_of, lambda: builder.build(sequences, request))

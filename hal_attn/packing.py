@@ -157,7 +157,8 @@ class PackedSequences:
         return self if torch.compiler.is_compiling() else replace(self, carrier=refer(self, kept=self))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "carrier": None}
+        # What backends made for these is made again: it need not pickle.
+        return {**self.__dict__, "carrier": None, "_memo": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy of the carrier carries nothing.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hal_attn.errors import InvalidAttentionInputError
+
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor`, made on the CPU, on `device`; nothing waits where the device's runtime has pinned memory.
@@ -14,6 +16,14 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if device.type == "cpu":
         return tensor
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # The copy would be part of the graph, and read this host memory at each replay.
+        raise InvalidAttentionInputError(
+            "sequences",
+            "used for the first time while a CUDA graph is captured",
+            "sequences, or a plan, that a call of this kind has used before",
+            "make the same call once before the capture",
+        )
     try:
         tensor = tensor.pin_memory()
     except RuntimeError:

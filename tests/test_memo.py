@@ -1,5 +1,6 @@
 """A call that was bound before is found again for what it was bound for, and for nothing else."""
 
+import pickle
 from types import SimpleNamespace
 from unittest import mock
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from hal_attn import PackedSequences, attention, memo, use_backend, varlen_attention
-from tests.support import dense
+from tests.support import dense, packed
 
 PLAIN = (None, False, 0.0, 0.0, False, False)
 
@@ -150,3 +151,30 @@ def test_calls_are_bound_once_and_looked_at_once(guards):
             with mock.patch.object(memo, "_identity", forbidden):
                 both()
     assert all(torch.equal(have, need) for have, need in zip(second, first, strict=True))
+
+
+def test_one_tensor_as_key_and_value_keeps_the_guards_of_others():
+    query, key, value = tensors()
+    bound((query, key, value), "first")
+    guards = dict(memo._recent)
+    assert bound((query, key, key), "second") == "first"
+    assert memo._recent == guards
+
+
+def test_what_layers_share_does_not_grow_with_the_environment(monkeypatch):
+    monkeypatch.setenv("HAL_ATTN_SIMULATE", "cuda:sm90")
+    *flat, sequences = packed((3, 5), dtype=torch.bfloat16, head_dim=64)
+    counts = []
+    for number in range(4):
+        monkeypatch.setenv(f"SOMETHING_ELSE_{number}", "")
+        varlen_attention(*flat, sequences=sequences)
+        counts.append(len(sequences._memo))
+    assert counts == counts[:1] * 4
+
+
+def test_sequences_that_a_call_has_used_can_be_pickled(monkeypatch):
+    monkeypatch.setenv("HAL_ATTN_SIMULATE", "cuda:sm90")
+    *flat, sequences = packed((3, 5), dtype=torch.bfloat16, head_dim=64)
+    first = varlen_attention(*flat, sequences=sequences)
+    twin = pickle.loads(pickle.dumps(sequences))
+    assert torch.equal(varlen_attention(*flat, sequences=twin), first)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +41,9 @@ class Transfer(Protocol):
     def done(self) -> None:
         """What reads them was given to the current stream."""
 
+    def abandon(self) -> None:
+        """Nothing will read them, after an exception."""
+
 
 @dataclass(frozen=True)
 class _Transfer:
@@ -57,8 +61,22 @@ class _Transfer:
     def done(self) -> None:
         """The tensors are nobody else's."""
 
+    def abandon(self) -> None:
+        self.wait()
+
 
 _NOTHING = _Transfer((), (), ())
+
+
+@contextmanager
+def _ending(*transfers: Transfer) -> Iterator[None]:
+    """Where what is within raises, the transfers under way end first, so that nobody waits for them for ever."""
+    try:
+        yield
+    except BaseException:
+        for transfer in transfers:
+            transfer.abandon()
+        raise
 
 
 class Exchange(ABC):
@@ -106,7 +124,8 @@ class RingExchange(Exchange):
         arrived: Transfer = _NOTHING
         for index in range(len(self.hops)):
             sent: Transfer = self._send_keys(held, index) if index + 1 < len(self.hops) else _NOTHING
-            consume(index, held)
+            with _ending(arrived, sent):
+                consume(index, held)
             arrived.done()
             held, arrived = sent.wait(), sent
 
@@ -166,8 +185,9 @@ class GatherExchange(Exchange):
 
     def forward(self, own: Tensors, consume: Consume) -> None:
         sent = self._send_keys(own)
-        consume(0, own)
-        consume(1, sent.wait())
+        with _ending(sent):
+            consume(0, own)
+            consume(1, sent.wait())
         sent.done()
 
     def backward(self, own: Tensors, contribute: Contribute) -> Tensor:

@@ -40,6 +40,7 @@ class SequenceParallelGroups:
         exchange_rank, ulysses_rank: its coordinates, among those that exchange keys and those that exchange heads.
         everyone, exchanging, exchanging_heads: the process groups; None where this rank is alone.
         ranks: global ranks, by `exchange_rank * ulysses + ulysses_rank`.
+        peer_copies: keys may go by copy engines between NVIDIA GPUs of one host.
     """
 
     ulysses: int
@@ -51,11 +52,12 @@ class SequenceParallelGroups:
     exchanging: dist.ProcessGroup | None = None
     exchanging_heads: dist.ProcessGroup | None = None
     ranks: tuple[int, ...] = (0,)
+    peer_copies: bool = False
 
     @cached_property
     def peers(self) -> PeerCopies | None:
-        """The way between GPUs of one host for those that exchange keys; None for one rank."""
-        return None if self.exchanging is None else PeerCopies(self.exchanging)
+        """The way between GPUs of one host for those that exchange keys; None for one rank, or where not asked for."""
+        return PeerCopies(self.exchanging) if self.peer_copies and self.exchanging is not None else None
 
     @classmethod
     def create(
@@ -66,18 +68,22 @@ class SequenceParallelGroups:
         *,
         mesh: DeviceMesh | None = None,
         process_group: dist.ProcessGroup | None = None,
+        peer_copies: bool = False,
     ) -> SequenceParallelGroups:
         """Groups of these degrees (1 where not given) over `process_group`, by default all ranks; or those of a
         `DeviceMesh` whose dimensions are named "ring", "kv_gather", "ulysses" (any of them, in any order).
 
-        Every rank of the group calls it, with the same degrees.
+        Every rank of the group calls it, with the same degrees. With `peer_copies`, NVIDIA GPUs of one host send keys
+        forward by their copy engines instead of NCCL, where they can: under the attention, not after it. It holds up to
+        four times the keys and values of a rank in memory, and no timeout notices a rank that died.
 
         Raises:
             InvalidAttentionInputError: degrees that do not multiply to the number of ranks, that have no meaning
                 together, or that differ between ranks; a mesh with other names or sizes.
         """
         if mesh is not None:
-            return _of_mesh(cls, mesh, {"ulysses": ulysses, "ring": ring, "kv_gather": kv_gather}, process_group)
+            asked = {"ulysses": ulysses, "ring": ring, "kv_gather": kv_gather}
+            return _of_mesh(cls, mesh, asked, process_group, peer_copies)
         asked = dict(zip(_NAMES, (ring, kv_gather, ulysses), strict=True))
         if not (dist.is_available() and dist.is_initialized()):
             size = math.prod(_degrees(asked).values())
@@ -92,11 +98,12 @@ class SequenceParallelGroups:
         group = process_group or dist.group.WORLD
         ranks = dist.get_process_group_ranks(group)
         # Making groups waits for their ranks, so all must mean the same ones.
-        degrees, _ = agreed(group, lambda: _degrees(asked, len(ranks)), lambda found: found)
-        return cls._made(degrees, ranks)
+        told = {"peer_copies": bool(peer_copies)}
+        degrees, _ = agreed(group, lambda: _degrees(asked, len(ranks)), lambda found: {**found, **told})
+        return cls._made(degrees, ranks, peer_copies)
 
     @classmethod
-    def _made(cls, degrees: dict[str, int], ranks: Sequence[int]) -> SequenceParallelGroups:
+    def _made(cls, degrees: dict[str, int], ranks: Sequence[int], peer_copies: bool) -> SequenceParallelGroups:
         own, width = ranks.index(dist.get_rank()), degrees["ulysses"]
         exchange_rank, ulysses_rank = divmod(own, width)
         return cls(
@@ -109,6 +116,7 @@ class SequenceParallelGroups:
             _group(ranks[ulysses_rank::width]),
             _group(ranks[exchange_rank * width : (exchange_rank + 1) * width]),
             tuple(ranks),
+            bool(peer_copies),
         )
 
     @property
@@ -198,7 +206,11 @@ class SequenceParallelGroups:
 
 
 def _of_mesh(
-    cls: type[SequenceParallelGroups], mesh: DeviceMesh, asked: dict[str, int | None], process_group: Any
+    cls: type[SequenceParallelGroups],
+    mesh: DeviceMesh,
+    asked: dict[str, int | None],
+    process_group: Any,
+    peer_copies: bool,
 ) -> SequenceParallelGroups:
     names = mesh.mesh_dim_names or ()
     allowed = "dimensions named ring, kv_gather or ulysses, each once"
@@ -213,7 +225,15 @@ def _of_mesh(
     _check_meaning(degrees)
     # Ulysses ranks next to one another, whatever the order of the mesh's dimensions.
     order = [names.index(name) for name in _NAMES if name in names]
-    return cls._made(degrees, mesh.mesh.permute(order).flatten().tolist())
+    ranks = mesh.mesh.permute(order)
+    for dim, name in enumerate(names[place] for place in order):
+        if ranks.shape[dim] > 1 and not bool((ranks.diff(dim=dim) > 0).all()):
+            # A process group has its ranks in rising order, and collectives count by it.
+            have = f"ranks {mesh.mesh.tolist()}, which do not rise along {name}"
+            raise InvalidAttentionInputError(
+                "mesh", have, "ranks that rise along each dimension, as init_device_mesh's"
+            )
+    return cls._made(degrees, ranks.flatten().tolist(), peer_copies)
 
 
 def _degrees(asked: Mapping[str, int | None], ranks: int | None = None) -> dict[str, int]:

@@ -241,7 +241,7 @@ class MaskedHop:
     visible: Tensor
     _moved: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
+    @cached_property
     def empty(self) -> bool:
         """No query sees a key."""
         return not self.visible.any()

@@ -70,9 +70,10 @@ class PeerCopies:
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return False
         if not self._tried:
-            self._tried = True
+            self._tried, self.unavailable = True, "the first try was interrupted"
             self.unavailable = _obstacle(self.group, device)
-        return self.unavailable is None
+        opened = self._opened
+        return self.unavailable is None and (opened is None or opened.stream.device == device)
 
     def send(self, tensors: Tensors, to: int, rows: int, most_rows: int) -> PeerTransfer:
         """Start sending `[T, ...]` tensors to rank `to` of the group, and receiving `rows` rows of such from another.
@@ -81,6 +82,8 @@ class PeerCopies:
         """
         rank = dist.get_rank(self.group)
         shapes = [(rows, *tensor.shape[1:]) for tensor in tensors]
+        # Only dense memory is copied by an engine; anything else would be copied by a kernel.
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
         opened = self._room_for(tensors, most_rows)
         self._count += 1
         number, slot = self._count, self._count % _SLOTS
@@ -126,6 +129,13 @@ class PeerTransfer:
         _wait(main, _flag(self.opened.memory[rank], "ready", self.number % _SLOTS), self.number)
         main.wait_event(self.sent)
         return self.received
+
+    def abandon(self) -> None:
+        """After an exception: the slot is freed once its data is there, and this way is not taken again, because the
+        ranks may no longer count alike."""
+        self.peers.unavailable = "an exchange was interrupted by an exception"
+        self.wait()
+        self.done()
 
     def done(self) -> None:
         """What reads the received tensors was given to the current stream: the slot may be written after it."""
@@ -218,12 +228,17 @@ def _driver() -> Any:
 
 def _wait(stream: torch.cuda.Stream, flag: int, number: int) -> None:
     """`stream` goes on once the flag has reached `number`; CU_STREAM_WAIT_VALUE_GEQ, which takes numbers as cyclic."""
-    _check(_driver().cuStreamWaitValue32_v2(stream.cuda_stream, flag, number & 0xFFFFFFFF, 0), "cuStreamWaitValue32")
+    # The default stream has one handle on all devices, which means that of the current one.
+    with torch.cuda.device(stream.device):
+        status = _driver().cuStreamWaitValue32_v2(stream.cuda_stream, flag, number & 0xFFFFFFFF, 0)
+    _check(status, "cuStreamWaitValue32")
 
 
 def _raise(stream: torch.cuda.Stream, flag: int, number: int) -> None:
     """`stream` sets the flag after all before it, which other GPUs then see too (CU_STREAM_WRITE_VALUE_DEFAULT)."""
-    _check(_driver().cuStreamWriteValue32_v2(stream.cuda_stream, flag, number & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
+    with torch.cuda.device(stream.device):
+        status = _driver().cuStreamWriteValue32_v2(stream.cuda_stream, flag, number & 0xFFFFFFFF, 0)
+    _check(status, "cuStreamWriteValue32")
 
 
 def _check(status: int, name: str) -> None:

@@ -156,7 +156,7 @@ def test_a_backend_that_fails_is_a_row_that_says_why(run, cpu_sdpa):
 
     cpu_sdpa(broken)
     result = run(*KERNELS, "--shape", "S=13,H=4,D=24,causal")
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     assert "not measured, cpu_sdpa: failed: RuntimeError: out of luck" in words(result.stdout)
 
 

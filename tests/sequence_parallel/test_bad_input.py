@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hal_attn import InvalidAttentionInputError
 from hal_attn.sequence_parallel import SequenceParallelGroups
@@ -64,6 +64,26 @@ def create_of_mesh(shape, names, options):
 )
 def test_a_mesh(pool, shape, names, options, told):
     for error in pool(4).errors(create_of_mesh, shape, names, options):
+        with pytest.raises(InvalidAttentionInputError, match=told):
+            raise error
+
+
+def create_of_ranks(ranks, names):
+    SequenceParallelGroups.create(mesh=DeviceMesh("cpu", ranks, mesh_dim_names=names))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names", "told"),
+    [
+        ([3, 2, 1, 0], ("ring",), r"mesh: got ranks \[3, 2, 1, 0\], which do not rise along ring"),
+        ([[1, 0], [3, 2]], ("ring", "ulysses"), "which do not rise along ulysses; allowed: ranks that rise"),
+        ([[2, 3], [0, 1]], ("kv_gather", "ulysses"), "which do not rise along kv_gather"),
+    ],
+    ids=["ring", "ulysses", "kv_gather"],
+)
+def test_a_mesh_whose_ranks_fall_is_refused(pool, ranks, names, told):
+    """Collectives count by the rank in a group, which is in rising order: keys would go to others than are meant."""
+    for error in pool(4).errors(create_of_ranks, ranks, names):
         with pytest.raises(InvalidAttentionInputError, match=told):
             raise error
 

@@ -60,6 +60,7 @@ def measure(device: torch.device, effort: Effort, with_peers: bool, tick: Tick) 
         with peers.opened(device) if with_peers else _nobody() as (others, notes):
             names = {timed.name for timed in others}
             diffusers = peers.DIFFUSERS_UNCHECKED if peers.DIFFUSERS_UNCHECKED in names else None
+            failed: list[str] = []
             if device.type == "cpu" and not platform.simulated:
                 own = list(calls.of_cpu())
             else:
@@ -70,7 +71,7 @@ def measure(device: torch.device, effort: Effort, with_peers: bool, tick: Tick) 
         found = facts(
             device, threads=threads(), effort=f"median of {effort.rounds} rounds of {effort.calls} calls of each"
         )
-    return Report(KIND, "us", found, tuple(asdict(row) for row in rows), tuple(notes))
+    return Report(KIND, "us", found, tuple(asdict(row) for row in rows), tuple(notes), not failed)
 
 
 def _times(device: torch.device, timed: Sequence[Timed], effort: Effort, tick: Tick) -> dict[str, list[float]]:

@@ -81,7 +81,7 @@ class Bench:
                 continue
             found, failure = attempt(partial(self._able, row, candidate.backend, untuned), None)
             if found is None:
-                rows.append(replace(row, refused=shortened(f"failed: {failure}", 200)))
+                rows.append(replace(row, failed=True, refused=shortened(f"failed: {failure}", 200)))
             else:
                 rows.append(found.row)
                 able.append(found)

@@ -29,6 +29,7 @@ class Row:
         error: the largest difference of the output from the oracle at sampled rows, and with the backward pass that of
             the gradient of query there.
         wrong: the error is beyond what rounding explains.
+        failed: it took the call and then raised.
         refused: why nothing was measured; `note`: what a reader should know besides.
     """
 
@@ -45,6 +46,7 @@ class Row:
     vendor_peak: float | None = None
     error: float | None = None
     wrong: bool = False
+    failed: bool = False
     note: str | None = None
 
     @property

@@ -44,7 +44,7 @@ def measure(
             rows += Bench(problem, which, device, wanted).rows(say)
     tick("done", steps, steps)
     found = facts(device, threads=threads())
-    ok = not any(row.wrong for row in rows)
+    ok = not any(row.wrong or row.failed for row in rows)
     return Report(KIND, "ms", found, tuple(map(as_json, rows)), tuple(notes), ok)
 
 

@@ -129,4 +129,5 @@ def make_modes(names: Sequence[str], ranks: int) -> list[Mode]:
 
 
 def _groups(degrees: Mapping[str, int]) -> SequenceParallelGroups:
-    return SequenceParallelGroups.create(degrees.get("ulysses"), degrees.get("ring"), degrees.get("kv_gather"))
+    given = (degrees.get(name) for name in ("ulysses", "ring", "kv_gather"))
+    return SequenceParallelGroups.create(*given, peer_copies=True)
