@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -48,7 +50,8 @@ def interleaved(device: torch.device, calls: Mapping[str, Call], rounds: Rounds)
     waits between calls, so that the device does not wait for the host. On the CPU the host's clock, caches as they are.
     """
     if device.type == "cpu":
-        return _interleaved_on_cpu(calls, rounds)
+        with no_collection():
+            return _interleaved_on_cpu(calls, rounds)
     module = torch.get_device_module(device)
     junk = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device=device)
     trials = _between_events(module, calls, dict.fromkeys(calls, 2), junk)
@@ -72,6 +75,19 @@ def _between_events(
                 events[name].append((start, end))
     module.synchronize()
     return {name: [float(start.elapsed_time(end)) for start, end in pairs] for name, pairs in events.items()}
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python collects no garbage within: that takes as long as a call, and falls on whichever is running."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _interleaved_on_cpu(calls: Mapping[str, Call], rounds: Rounds) -> dict[str, list[float]]:

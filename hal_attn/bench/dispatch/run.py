@@ -15,7 +15,7 @@ from hal_attn.bench.dispatch import calls, peers
 from hal_attn.bench.dispatch.calls import Timed
 from hal_attn.bench.machine import facts, threads
 from hal_attn.bench.report import Report
-from hal_attn.bench.timing import synchronise
+from hal_attn.bench.timing import no_collection, synchronise
 from hal_attn.registry import default_registry
 from hal_attn.settings import read
 
@@ -56,7 +56,7 @@ class Row:
 def measure(device: torch.device, effort: Effort, with_peers: bool, tick: Tick) -> Report:
     """All calls on `device`, and those with a kernel that does nothing."""
     platform = default_registry().platform_for(device, read())
-    with _one_thread(), torch.no_grad(), nothing.installed():
+    with _one_thread(), torch.no_grad(), nothing.installed(), no_collection():
         with peers.opened(device) if with_peers else _nobody() as (others, notes):
             names = {timed.name for timed in others}
             diffusers = peers.DIFFUSERS_UNCHECKED if peers.DIFFUSERS_UNCHECKED in names else None
