@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hal_attn.carrier import refer
 from hal_attn.errors import InvalidAttentionInputError
-from hal_attn.transfer import to_device
+from hal_attn.transfer import to_device, with_index
 
 T = TypeVar("T")
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
@@ -66,7 +66,7 @@ class PackedSequences:
         host = _accumulate("lengths", lengths)
         host_k = host if lengths_k is None else _accumulate("lengths_k", lengths_k)
         _check_counts(len(host) - 1, len(host_k) - 1, "lengths_k")
-        return cls._from_host(host, host_k, device=None if device is None else _with_index(device))._crossing()
+        return cls._from_host(host, host_k, device=None if device is None else with_index(device))._crossing()
 
     @classmethod
     def from_cu_seqlens(
@@ -386,14 +386,6 @@ def _differences(offsets: tuple[int, ...]) -> tuple[int, ...]:
 def _check_counts(count: int, count_k: int, name: str) -> None:
     if count != count_k:
         raise InvalidAttentionInputError(name, f"{count_k} sequences", f"as many as the queries have, {count}")
-
-
-def _with_index(device: torch.device | str) -> torch.device:
-    """`device` as tensors on it name it: "cuda" is the current one of several."""
-    device = torch.device(device)
-    if device.index is not None or device.type in ("cpu", "meta"):
-        return device
-    return torch.empty(0, device=device).device
 
 
 def _to_device(host: tuple[int, ...], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small tensors of the host on their way to a device."""
+"""Small tensors of the host on their way to a device, and which device that is."""
 
 from __future__ import annotations
 
@@ -30,3 +30,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         # No pinned memory here: the copy waits, and is right.
         return tensor.to(device)
     return tensor.to(device, non_blocking=True)
+
+
+def with_index(device: torch.device | str) -> torch.device:
+    """`device` as tensors on it name it: "cuda" is the current one of several."""
+    device = torch.device(device)
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    return torch.empty(0, device=device).device
