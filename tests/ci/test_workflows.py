@@ -16,26 +16,31 @@ from hal_attn.registry import default_registry
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".github" / "workflows"
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yml"))}
+# The one that the vendor tutorial gives to be copied; a copy runs on the vendor's machine with a device.
+EXAMPLE = ROOT / "docs" / "examples" / "vendor_plugin" / ".github" / "workflows" / "acme.yml"
+ALL = {**WORKFLOWS, EXAMPLE.stem: yaml.safe_load(EXAMPLE.read_text())}
 CELLS = json.loads((ROOT / "ci" / "nightly.json").read_text())
 JOBS = [(name, job) for name, workflow in WORKFLOWS.items() for job in workflow["jobs"]]
 jobs = pytest.mark.parametrize(("workflow", "job"), JOBS)
+every_job = pytest.mark.parametrize(("workflow", "job"), [(name, job) for name in ALL for job in ALL[name]["jobs"]])
 CALL = re.compile(r'ci/(?:run|container) (?:--simulate )?("?\$\{?\{?[\w. ]+\}?\}?"?|\w+)')
 
 
 def triggers(workflow):
     """YAML 1.1 reads the key `on` as true."""
-    return WORKFLOWS[workflow][True]
+    return ALL[workflow][True]
 
 
 def scripts(job):
     return "\n".join(step.get("run", "") for step in job["steps"])
 
 
-def test_the_linter_is_content():
+@pytest.mark.parametrize("files", [sorted(FOLDER.glob("*.yml")), [EXAMPLE]], ids=["ours", "example"])
+def test_the_linter_is_content(files):
     tool = Path(sys.executable).parent / "jactionlint"
     # Actions are pinned by major version here, not by commit.
     command = [tool, "--no-online", "--no-color", "--ignore=unpinned-uses"]
-    command += [f"--shellcheck={tool.parent / 'shellcheck'}", *sorted(FOLDER.glob("*.yml"))]
+    command += [f"--shellcheck={tool.parent / 'shellcheck'}", *files]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -61,21 +66,22 @@ def test_a_job_has_a_time_limit_and_few_rights(workflow, job):
     assert "secrets." not in (FOLDER / f"{workflow}.yml").read_text()
 
 
-@jobs
+@every_job
 def test_actions_are_github_s_own_by_major_version_and_leave_no_credentials(workflow, job):
-    for step in WORKFLOWS[workflow]["jobs"][job]["steps"]:
+    for step in ALL[workflow]["jobs"][job]["steps"]:
         if uses := step.get("uses"):
             assert re.fullmatch(r"actions/[\w-]+@v\d+", uses)
             if uses.startswith("actions/checkout"):
                 assert step["with"]["persist-credentials"] is False
 
 
-@jobs
+@every_job
 def test_no_pull_request_reaches_a_machine_with_a_device(workflow, job):
-    if "self-hosted" not in WORKFLOWS[workflow]["jobs"][job]["runs-on"]:
+    if "self-hosted" not in ALL[workflow]["jobs"][job]["runs-on"]:
         return
     assert set(triggers(workflow)) <= {"push", "schedule", "workflow_dispatch"}
-    assert WORKFLOWS[workflow]["jobs"][job]["if"] == "${{ !github.event.repository.fork }}"
+    assert ALL[workflow]["jobs"][job]["if"] == "${{ !github.event.repository.fork }}"
+    assert ALL[workflow]["concurrency"]["cancel-in-progress"] is False
     if "push" in triggers(workflow):
         assert triggers(workflow)["push"] == {"branches": ["main"]}
 
