@@ -16,7 +16,7 @@ class Platform:
     `extras` are this project's; `packages` are installed before it, one by one, PyTorch first. Where `own_torch` is
     true the interpreter's PyTorch is kept, for the package index has no build for the platform. `set_env` is the
     vendor's script that sets its variables, read unless `home` is set already. `hide` are the variables that hide the
-    devices.
+    devices when set to `hidden`.
     """
 
     name: str
@@ -29,6 +29,8 @@ class Platform:
     home: str = ""
     set_env: str = ""
     hide: tuple[str, ...] = ()
+    # HIP takes an empty list for none given (ROCm/hip issue 3001); an index that is invalid hides all from it on.
+    hidden: str = "-1"
 
     @property
     def constraints(self) -> Path:
@@ -71,6 +73,7 @@ PLATFORMS = {
             home="ASCEND_HOME_PATH",
             set_env="/usr/local/Ascend/ascend-toolkit/set_env.sh",
             hide=("ASCEND_RT_VISIBLE_DEVICES",),
+            hidden="",
         ),
     )
 }

@@ -36,7 +36,7 @@ SOURCES = "tests/vendors/test_installed_sources.py"
 def unit(options: Options, environment: Environment) -> Result:
     """The unit tests with the device hidden: they test the CPU and the simulations, on any machine alike."""
     variables = dict(environment.variables)
-    variables |= dict.fromkeys(options.platform.hide, "")
+    variables |= dict.fromkeys(options.platform.hide, options.platform.hidden)
     left_out, notes = ([], "") if options.tests else _left_out(options, environment, variables)
     chosen = options.tests or (_simulated(options.platform) if options.simulation else ("tests",))
     arguments = [*chosen, *(f"--ignore={path}" for path in left_out)]

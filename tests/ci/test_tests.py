@@ -48,13 +48,20 @@ def run(monkeypatch, tmp_path):
     return start
 
 
-def test_the_whole_suite_runs_with_the_device_hidden(run, options):
-    result, command, variables, calls = run(tests.unit, options("rocm", workers=5))
+HIDDEN = {
+    "cuda": {"CUDA_VISIBLE_DEVICES": "-1"},
+    "rocm": {"HIP_VISIBLE_DEVICES": "-1", "CUDA_VISIBLE_DEVICES": "-1"},
+    "ascend": {"ASCEND_RT_VISIBLE_DEVICES": ""},
+}
+
+
+@pytest.mark.parametrize("platform", HIDDEN)
+def test_the_whole_suite_runs_with_the_device_hidden(run, options, platform):
+    result, command, variables, calls = run(tests.unit, options(platform, workers=5))
     assert result.status is Status.PASSED
     assert result.summary == "3 tests, 0 failures, 0 errors, 0 skipped"
     assert command[5:] == ["tests", "-n", "5", "--dist", "worksteal"]
-    hidden = {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": ""}
-    assert variables.items() >= {**hidden, "KEPT": "1"}.items()
+    assert variables.items() >= {**HIDDEN[platform], "KEPT": "1"}.items()
     assert Path(variables["VENDOR_SOURCES"]).name == "vendor-sources"
     assert calls == 2  # The vendors' sources were fetched first.
 
