@@ -19,6 +19,8 @@ IN_ENVIRONMENT: dict[str, Callable[[Options, Environment], Result]] = {
     "conformance": conformance.check,
     "bench": bench.check,
 }
+# Judged by doctor's report: which backends are there, and what kind of machine it is.
+BY_DETECTION = {"conformance", "bench"}
 
 
 def run(options: Options, tell: Callable[[Result], None]) -> list[Result]:
@@ -42,7 +44,8 @@ def run(options: Options, tell: Callable[[Result], None]) -> list[Result]:
         return result
 
     keep(_guarded("environment", options, make))
-    for step in (step for step in STEPS if step in options.steps and step in IN_ENVIRONMENT):
+    asked = {*options.steps, *(("detection",) if BY_DETECTION & set(options.steps) else ())}
+    for step in (step for step in STEPS if step in asked and step in IN_ENVIRONMENT):
         if made:
             keep(_guarded(step, options, lambda step=step: IN_ENVIRONMENT[step](options, made[0])))  # type: ignore[misc]
         else:

@@ -159,14 +159,31 @@ def test_a_step_that_breaks_has_failed_and_the_others_run(options, monkeypatch):
         raise KeyError("on purpose")
 
     def fine(*_):
-        return Result("bench", Status.PASSED, "fine")
+        return Result("hardware", Status.PASSED, "fine")
 
     made = Result("environment", Status.PASSED, "made")
     monkeypatch.setattr(pipeline, "prepare", lambda _: (object(), made))
     monkeypatch.setitem(pipeline.IN_ENVIRONMENT, "unit", breaks)
-    monkeypatch.setitem(pipeline.IN_ENVIRONMENT, "bench", fine)
+    monkeypatch.setitem(pipeline.IN_ENVIRONMENT, "hardware", fine)
     told = []
-    results = pipeline.run(options("cpu", steps=("unit", "bench")), told.append)
+    results = pipeline.run(options("cpu", steps=("unit", "hardware")), told.append)
     assert told == results
     assert [result.status for result in results] == [Status.PASSED, Status.FAILED, Status.PASSED]
     assert results[1].summary == "ci/run itself broke: KeyError: 'on purpose'"
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran"),
+    [
+        (("unit",), ["unit"]),
+        (("bench",), ["detection", "bench"]),
+        (("unit", "conformance"), ["detection", "unit", "conformance"]),
+        (("detection", "bench"), ["detection", "bench"]),
+    ],
+)
+def test_a_step_that_is_judged_by_what_was_detected_has_it_detected(options, monkeypatch, asked, ran):
+    monkeypatch.setattr(pipeline, "prepare", lambda _: (object(), Result("environment", Status.PASSED, "made")))
+    for step in pipeline.IN_ENVIRONMENT:
+        monkeypatch.setitem(pipeline.IN_ENVIRONMENT, step, lambda *_, step=step: Result(step, Status.PASSED, "fine"))
+    results = pipeline.run(options("cuda", steps=asked), lambda _: None)
+    assert [result.step for result in results] == ["environment", *ran]
