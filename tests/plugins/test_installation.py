@@ -167,10 +167,45 @@ def test_the_kit_runs_as_tests_of_the_package(environment, tmp_path):
 
 
 def test_the_ci_call_fails_without_the_device(environment, tmp_path):
-    out = environment.run(
-        "hal-attn", "verify", "--platform", "acme", "--require-hardware", status=1, ACME_VISIBLE_DEVICES="-1"
-    ).stdout
+    project = shutil.copytree(EXAMPLE, tmp_path / "hal-attn-acme")
+    call = ["sh", str(project / "ci" / "run"), str(tmp_path / "results")]
+    out = environment.run(*call, status=1, ACME_VISIBLE_DEVICES="-1").stdout
     assert "ACME_VISIBLE_DEVICES='-1' hides every Acme device" in words(out)
+    # The first step has failed already.
+    assert list((tmp_path / "results").iterdir()) == []
+    verify = ["hal-attn", "verify", "--platform", "acme", "--require-hardware"]
+    out = environment.run(*verify, status=1, ACME_VISIBLE_DEVICES="-1").stdout
+    assert "ACME_VISIBLE_DEVICES='-1' hides every Acme device" in words(out)
+
+
+@pytest.mark.parametrize(
+    ("given", "folder", "effort"),
+    [
+        ([], "results", "--quick"),
+        (["--full"], "results", "--full"),
+        (["found", "--full"], "found", "--full"),
+        (["--full", "found"], "found", "--full"),
+    ],
+)
+def test_the_ci_call_takes_its_flag_in_any_place(tmp_path, given, folder, effort):
+    project = shutil.copytree(EXAMPLE, tmp_path / "hal-attn-acme")
+    for name in ("hal-attn", "python"):
+        command = tmp_path / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text('#!/bin/sh\necho "$@"\n')
+        command.chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    run = ["sh", str(project / "ci" / "run"), *given]
+    out = subprocess.run(run, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True).stdout
+    assert f"verify --platform acme --require-hardware {effort} --junit {folder}/conformance.xml" in out
+    assert (project / folder).is_dir()
+
+
+def test_the_ci_call_names_what_it_does_not_know(tmp_path):
+    project = shutil.copytree(EXAMPLE, tmp_path / "hal-attn-acme")
+    run = ["sh", str(project / "ci" / "run"), "--fast"]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "ci/run: got --fast; allowed: [FOLDER] [--full]\n")
 
 
 @pytest.mark.parametrize(
