@@ -1,4 +1,4 @@
-"""`hal-attn bench`, quickly, beside the figures kept of this kind of machine."""
+"""`hal-attn bench` in its default effort, not `--quick`, beside the figures kept of this kind of machine."""
 
 from __future__ import annotations
 

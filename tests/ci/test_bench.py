@@ -47,7 +47,7 @@ def test_the_first_figures_are_kept_and_compared_with_nothing(measure, tmp_path)
     assert result.summary == f"first figures of {KIND}: kernels, dispatch, packed"
     assert result.seconds == 4.5
     assert [command[4] for command in commands] == ["kernels", "dispatch", "packed"]
-    assert all("--compare" not in command for command in commands)
+    assert all("--compare" not in command and "--quick" not in command for command in commands)
     assert kept(tmp_path) == figures(dense=100.0)
 
 

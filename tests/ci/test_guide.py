@@ -1,10 +1,13 @@
 """The guide for operators names what the code uses: files, variables, images, steps, reports, options."""
 
 import re
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
-from runner import report
+from runner import constraints, report
+from runner.bench import KINDS
 from runner.conformance import FILES
 from runner.options import STEPS
 from runner.platforms import PLATFORMS
@@ -41,3 +44,21 @@ def test_every_option_in_the_guide_exists():
     named |= set(re.findall(r"`(--[a-z-]+)`", GUIDE)) - {"--gpus", "--require-hardware"}
     assert {"--simulate", "--steps", "--override", "--keep-figures"} <= named
     assert [option for option in named if f'"{option}"' not in code] == []
+
+
+def test_the_guide_states_the_effort_of_each_measurement():
+    def default(kind, name):
+        return signature(getattr(import_module(f"hal_attn.cli.bench.{kind}"), kind)).parameters[name].default
+
+    text = " ".join(GUIDE.split())
+    assert set(KINDS) == {"kernels", "dispatch", "packed"}
+    assert f"each shape for about {default('kernels', 'seconds')} s" in text
+    assert f"{default('dispatch', 'rounds')} rounds of {default('dispatch', 'calls')} calls" in text
+    assert f"`packed` takes {default('packed', 'rounds')} rounds" in text
+
+
+@pytest.mark.parametrize("platform", PLATFORMS.values(), ids=lambda platform: platform.name)
+def test_the_guide_says_which_peer_is_not_measured(platform):
+    pins = constraints.read(platform.constraints)
+    assert ("transformers" in pins, "diffusers" in pins) == (True, False)
+    assert "pin transformers but not diffusers" in " ".join(GUIDE.split())
