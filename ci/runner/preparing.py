@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import sys
 import tempfile
 import time
@@ -15,6 +17,10 @@ from runner.platforms import ROOT
 from runner.result import Result, Status
 
 PROBE = "filelock"
+# What the later steps start. A module is found without what it imports itself, so looking for modules is not enough;
+# and the command has to read an option, for which typer imports more than for --version.
+STARTS = (("-m", "hal_attn.cli", "env", "--json"), ("-c", "import filelock, hypothesis, jinja2, pytest"))
+_MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
 
 
 def prepare(options: Options) -> tuple[Environment | None, Result]:
@@ -24,6 +30,7 @@ def prepare(options: Options) -> tuple[Environment | None, Result]:
         pins = constraints.effective(options.installs.constraints, options.overrides)
         why = "--no-install" if not options.install else _offline(options, pins)
         environment = overlay.make(options, why) if why else pinned.make(options)
+        _start(options, environment)
         facts = environment.facts(pins)
     except NoEnvironment as error:
         reason, remedy = error.args
@@ -31,6 +38,24 @@ def prepare(options: Options) -> tuple[Environment | None, Result]:
     (options.out / "environment.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     seconds = time.monotonic() - start
     return environment, Result("environment", Status.PASSED, _summary(facts), "", seconds, ("environment.json",))
+
+
+def _start(options: Options, environment: Environment) -> None:
+    """Start what the later steps start; an error names the module that is missing, and the wheel to add."""
+    log = options.log_folder / "environment.log"
+    for words in STARTS:
+        command = [environment.python, *words]
+        done = process.run(command, log, variables=environment.variables, folder=ROOT, timeout_minutes=10)
+        if done.ok:
+            continue
+        said, missing = f"python {shlex.join(words)} does not start", _MISSING.findall(done.tail)
+        if not missing:
+            raise NoEnvironment(f"{said}: {done.verdict}", f"read {log}")
+        name = missing[-1].partition(".")[0]
+        # Without --no-deps: what that package needs is likely to be missing as well.
+        carry = f"add the wheels of {name} and of what it needs: pip download --only-binary=:all: --dest wheels {name}"
+        remedy = f"{carry}, then --wheels wheels" if environment.over else f"read {log}"
+        raise NoEnvironment(f"{said}: the module {name} is missing in {environment.over or environment.python}", remedy)
 
 
 def _summary(facts: dict[str, object]) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,19 @@ from runner.platforms import PLATFORMS
 ROOT = Path(__file__).parents[2]
 # pip reads these before its files; without an index it reaches nothing, as on a machine without a network.
 NO_NETWORK = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+
+
+def wheel(folder: Path, name: str = "carried", tag: str = "py3-none-any", code: str = "VALUE = 7") -> Path:
+    """A wheel of one module, `code`."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}-1.0-{tag}.whl"
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", f"{code}\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
 
 
 @pytest.fixture

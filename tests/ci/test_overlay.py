@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import zipfile
 from dataclasses import replace
 from importlib import metadata
 
@@ -12,24 +11,13 @@ from runner import overlay, venvs
 from runner.environment import NoEnvironment, variables_of
 from runner.platforms import ROOT
 
+from tests.ci.conftest import wheel
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def make(options, **others):
     return overlay.make(options("cpu", python=sys.executable, **others), "no network")
-
-
-def wheel(folder, name="carried", tag="py3-none-any"):
-    """A wheel of one module."""
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}-1.0-{tag}.whl"
-    info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"{name}.py", "VALUE = 7\n")
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n")
-        archive.writestr(f"{info}/RECORD", "")
-    return path
 
 
 def test_the_metadata_is_what_pip_would_write(options, tmp_path):
