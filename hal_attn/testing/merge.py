@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.testing import matrix
 from hal_attn.testing.matrix import Column
 from hal_attn.testing.report import FORMAT, Report, Status, count
+
+# `ci/run` writes a file of this name on each machine.
+_OF_EVERY_MACHINE = "conformance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,25 +108,31 @@ class Merged:
 def read(files: Sequence[Path]) -> Merged:
     """The reports of these files, each under the name of its file without the ending; merged files may be among them.
 
+    A name that several files have, or that `ci/run` gives every report, says nothing about the machine: such a report
+    is under the name of its folder.
+
     Raises:
         InvalidAttentionInputError: a file cannot be read, or is no report.
     """
     machines: list[tuple[str, Report]] = []
+    stems = Counter(file.stem for file in files)
     for file in files:
-        for label, report in _machines(file):
+        telling = stems[file.stem] == 1 and file.stem != _OF_EVERY_MACHINE
+        name = file.stem if telling else file.absolute().parent.name or file.stem
+        for label, report in _machines(file, name):
             taken = {other for other, _ in machines}
             numbered = (f"{label} ({number})" for number in range(2, len(taken) + 3))
             machines.append((next(name for name in (label, *numbered) if name not in taken), report))
     return Merged(tuple(machines))
 
 
-def _machines(file: Path) -> list[tuple[str, Report]]:
+def _machines(file: Path, name: str) -> list[tuple[str, Report]]:
     try:
         text = file.read_text(encoding="utf-8")
         data = json.loads(text)
         if isinstance(data, dict) and "machines" in data:
             return [(str(part["label"]), Report.from_json(json.dumps(part["report"]))) for part in data["machines"]]
-        return [(file.stem, Report.from_json(text))]
+        return [(name, Report.from_json(text))]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidAttentionInputError(

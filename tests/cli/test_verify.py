@@ -255,16 +255,38 @@ def test_reports_of_several_machines_merge(run, kit, tmp_path):
     assert result.exit_code == 1
     assert_plain(result.stdout)
     text = words(result.stdout)
-    assert "cpu/steady window refused on box passed on box (2)" in text
-    assert "rocm on box (2) was SIMULATED" in text
-    assert "- cpu/shaky on box (2) failed 1 check" in text
+    assert "cpu/steady window refused on a passed on b" in text
+    assert "rocm on b was SIMULATED" in text
+    assert "- cpu/shaky on b failed 1 check" in text
     found = json.loads(out.read_text())
-    assert [part["label"] for part in found["machines"]] == ["box", "box (2)"]
+    assert [part["label"] for part in found["machines"]] == ["a", "b"]
     assert found["ok"] is False
     assert [(c["backend"], c["feature"]) for c in found["conflicts"]] == [("steady", "window")]
     assert "Where the machines disagree" in page.read_text()
     again = run("verify", "--merge", str(out), files[0], "--json", "-")
-    assert [part["label"] for part in json.loads(again.stdout)["machines"]] == ["box", "box (2)", "box (3)"]
+    assert [part["label"] for part in json.loads(again.stdout)["machines"]] == ["a", "b", "box"]
+
+
+@pytest.mark.parametrize(
+    ("files", "labels"),
+    [
+        (["h200.json", "mi300x.json"], ["h200", "mi300x"]),
+        (["cuda/conformance.json", "rocm/conformance.json"], ["cuda", "rocm"]),
+        (["cuda/conformance.json", "mi300x.json"], ["cuda", "mi300x"]),
+        (["a/out/conformance.json", "b/out/conformance.json"], ["out", "out (2)"]),
+    ],
+)
+def test_a_machine_is_called_after_its_file_or_its_folder(run, tmp_path, monkeypatch, files, labels):
+    for name in files:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(reports.good().to_json())
+    found = json.loads(run("verify", "--merge", *(str(tmp_path / name) for name in files), "--json", "-").stdout)
+    assert [part["label"] for part in found["machines"]] == labels
+    # The same where a person stands in the folder and gives no folder's name.
+    monkeypatch.chdir((tmp_path / files[0]).parent)
+    found = json.loads(run("verify", "--merge", (tmp_path / files[0]).name, "--json", "-").stdout)
+    assert [part["label"] for part in found["machines"]] == labels[:1]
 
 
 def test_another_machine_may_show_what_one_lacks(run, kit, tmp_path):
