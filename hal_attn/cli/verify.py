@@ -162,6 +162,7 @@ def _show(found: Merged, problems: Sequence[str]) -> None:
     parts: list[RenderableType] = []
     for label, report in found.machines:
         facts: dict[str, RenderableType] = dict(report.machine)
+        facts |= {found.name: found.libraries for found in report.platforms if found.available and found.libraries}
         took = f"{report.effort}, {verdict.checks(len(report.checks))} in {report.seconds:.0f} s"
         parts += [Text(label, style="bold")] if label else []
         parts += [output.fields({**facts, "effort": took}), ""]
@@ -214,7 +215,7 @@ def _conflicts(found: Merged) -> Iterator[RenderableType]:
         (
             f"{conflict.platform}/{conflict.backend}",
             conflict.feature,
-            "\n".join(f"{v.status} on {v.machine}{' (SIMULATED)' if v.simulated else ''}" for v in conflict.verdicts),
+            "\n".join(f"{v.status} on {v.where}{' (SIMULATED)' if v.simulated else ''}" for v in conflict.verdicts),
         )
         for conflict in found.conflicts
     ]

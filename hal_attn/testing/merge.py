@@ -20,11 +20,17 @@ _OF_EVERY_MACHINE = "conformance"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How one feature ended on one machine."""
+    """How one feature ended on one machine; `libraries` as `PlatformReport.libraries`."""
 
     machine: str
     simulated: bool
     status: Status
+    libraries: str
+
+    @property
+    def where(self) -> str:
+        """The machine for a person, with the libraries that may make the difference."""
+        return f"{self.machine}, {self.libraries}" if self.libraries else self.machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +74,14 @@ class Merged:
         """Where one backend passed on one machine what it failed or refused on another, failures first. What did not
         run says nothing and is in no conflict."""
         shown = self.columns
+        libraries = {(label, each.name): each.libraries for label, report in self.machines for each in report.platforms}
         names = matrix.features(shown)
         found: dict[tuple[str, str, str], list[Verdict]] = {}
         for column in shown:
             for feature, cell in zip(names, column.cells(names), strict=True):
                 if cell.status != "not run":
-                    verdict = Verdict(column.machine, column.simulated, cell.status)
+                    beside = libraries[column.machine, column.platform]
+                    verdict = Verdict(column.machine, column.simulated, cell.status, beside)
                     found.setdefault((column.platform, column.backend, feature), []).append(verdict)
         differing = [
             Conflict(*key, tuple(verdicts))

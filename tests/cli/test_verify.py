@@ -289,6 +289,26 @@ def test_a_machine_is_called_after_its_file_or_its_folder(run, tmp_path, monkeyp
     assert [part["label"] for part in found["machines"]] == labels[:1]
 
 
+def test_each_machine_shows_its_libraries_and_a_conflict_those_of_both(run, kit, tmp_path):
+    window = reports.check("fast", "window", "refused", platform="cuda")
+    one = reports.report(reports.here("cuda", fast="1.0"), reports.backend("fast", platform="cuda"))
+    two = reports.report(reports.here("cuda", fast="2.0"), reports.backend("fast", window, platform="cuda"))
+    for name, report in (("old", one), ("new", two)):
+        (tmp_path / f"{name}.json").write_text(report.to_json())
+    page = tmp_path / "all.html"
+    result = run("verify", "--merge", str(tmp_path / "old.json"), str(tmp_path / "new.json"), "--html", str(page))
+    text = words(result.stdout)
+    assert "torch 2.13.0 cuda fast 1.0 effort" in text
+    assert "torch 2.13.0 cuda fast 2.0 effort" in text
+    assert "cuda/fast window passed on old, fast 1.0 refused on new, fast 2.0" in text
+    cards, _, conflicts = page.read_text().partition("Where the machines disagree")
+    for part in (cards, conflicts):
+        assert part.count("fast 1.0") == part.count("fast 2.0") == 1
+    kit(one)
+    assert "cuda fast 1.0 effort" in words(run("verify", "--html", str(page)).stdout)
+    assert page.read_text().count("fast 1.0") == 1
+
+
 def test_another_machine_may_show_what_one_lacks(run, kit, tmp_path):
     simulated, real = tmp_path / "simulated.json", tmp_path / "real.json"
     simulated.write_text(only_simulated().to_json())

@@ -42,7 +42,15 @@ BACKEND = BackendReport(
 REPORT = Report(
     machine=(("python", "3.11.7"),),
     effort="quick",
-    platforms=(PlatformReport(name="cpu", simulated=False, available=True, devices=(("cpu", "a CPU", "AVX2"),)),),
+    platforms=(
+        PlatformReport(
+            name="cpu",
+            simulated=False,
+            available=True,
+            devices=(("cpu", "a CPU", "AVX2"),),
+            versions=(("torch", "2.13.0"), ("kernels", "1.2"), ("more", "3")),
+        ),
+    ),
     backends=(BACKEND,),
     seconds=1.5,
 )
@@ -54,6 +62,19 @@ def test_json_there_and_back():
     assert data["format"] == FORMAT
     assert data["ok"] is True
     assert data["counts"] == {"passed": 1, "failed": 0, "refused": 1, "not run": 0}
+
+
+def test_a_file_without_versions_is_read():
+    data = REPORT.to_dict()
+    del data["platforms"][0]["versions"]
+    (bare,) = REPORT.platforms
+    assert Report.from_json(json.dumps(data)).platforms == (replace(bare, versions=()),)
+
+
+def test_libraries_are_the_versions_without_that_of_pytorch():
+    (platform,) = REPORT.platforms
+    assert platform.libraries == "kernels 1.2, more 3"
+    assert replace(platform, versions=(("torch", "2.13.0"),)).libraries == ""
 
 
 @pytest.mark.parametrize(
