@@ -60,7 +60,7 @@ def verify(
 ) -> None:
     """Check every backend here against the reference: values, gradients, layouts, and refusals by name.
 
-    Exit status 0 only if nothing failed, something passed, and all that was named ran. --quick is the default.
+    Exit status 0 only if nothing failed, a backend passed something, and all that was named ran. --quick is the default.
     """
     backends = tuple(dict.fromkeys(backend or ()))
     asked = _Files(junit_to, json_to, html_to)

@@ -1,6 +1,7 @@
 """`hal-attn verify`: exit status, what it says, its files, and several reports merged."""
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -85,8 +86,16 @@ def test_nothing_that_ran_is_not_passed(run, kit):
     kit(reports.report(reports.away("cuda"), reports.missing("flash_attn_3", "cuda")))
     result = run("verify")
     assert result.exit_code == 1
-    assert "- nothing passed, because nothing ran" in words(result.stdout)
+    assert "- nothing passed, because no backend ran" in words(result.stdout)
     assert "cuda did not run: no device of cuda is here; plug one in" in words(result.stdout)
+
+
+def test_what_a_platform_itself_passed_is_not_enough(run, kit):
+    alone = replace(reports.here(), checks=(reports.check("", "contract"),))
+    kit(reports.report(alone, reports.missing("absent_kernels")))
+    result = run("verify")
+    assert result.exit_code == 1
+    assert "- nothing passed, because no backend ran" in words(result.stdout)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The report as data: it goes to JSON and back, counts right, and holds no host name."""
 
 import json
+import platform as machine
 import socket
 from dataclasses import replace
 
@@ -100,6 +101,9 @@ def test_ok_needs_a_pass_and_no_failure():
     assert not replace(REPORT, backends=(failed,)).ok
     assert not replace(REPORT, backends=(refused,)).ok
     assert not replace(REPORT, backends=(absent,)).ok
+    (platform,) = REPORT.platforms
+    own = replace(platform, checks=(replace(CHECK, backend=""),))
+    assert not replace(REPORT, platforms=(own,), backends=(absent,)).ok
 
 
 def test_real_devices_are_told_from_simulated_ones():
@@ -108,10 +112,13 @@ def test_real_devices_are_told_from_simulated_ones():
     assert not replace(REPORT, backends=()).on_real_devices
 
 
-def test_a_real_report_holds_plain_values_and_no_host_name():
+def test_a_real_report_holds_plain_values_and_no_host_name(monkeypatch):
+    host = "made-up-host-4711"
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    monkeypatch.setattr(machine, "node", lambda: host)
     report = verify("cpu", "cpu_flash")
     assert Report.from_json(report.to_json()) == report
-    assert socket.gethostname() not in report.to_json()
+    assert host not in report.to_json()
     assert report.ok, [check.message for check in report.checks if check.status == "failed"]
     assert {check.status for check in report.checks} <= set(STATUSES)
     assert {check.feature for check in report.checks} <= set(FEATURES)
