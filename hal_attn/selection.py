@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from hal_attn.errors import (
     ConfigurationError,
     InvalidAttentionInputError,
     UnsupportedAttentionError,
+    closest,
     shortened,
 )
 from hal_attn.guard import all_of, attempt
@@ -163,8 +163,7 @@ def check_names(names: Sequence[str], source: str, registry: Registry) -> None:
     for name in names:
         if name in registry.backend_names:
             continue
-        close = difflib.get_close_matches(str(name), registry.backend_names, n=1)
-        hint = f"did you mean {close[0]}?" if close else ""
+        hint = closest(str(name), registry.backend_names)
         known = ", ".join(registry.backend_names) or "none"
         if source.startswith("HAL_ATTN_"):
             message = f"{source}: got unknown backend {shortened(repr(name))}; allowed: {known}"

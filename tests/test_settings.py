@@ -159,7 +159,10 @@ def test_platform_allows_only_that_one(monkeypatch):
     with pytest.raises(UnsupportedAttentionError, match="HAL_ATTN_PLATFORM=other allows only that one; unset it"):
         attention(*tensors)
     monkeypatch.setenv("HAL_ATTN_PLATFORM", "gpu")
-    with pytest.raises(ConfigurationError, match="HAL_ATTN_PLATFORM: got 'gpu'; allowed: other, cpu"):
+    with pytest.raises(ConfigurationError, match="HAL_ATTN_PLATFORM: got 'gpu'; allowed: other, cpu$"):
+        attention(*tensors)
+    monkeypatch.setenv("HAL_ATTN_PLATFORM", "othr")
+    with pytest.raises(ConfigurationError, match=r"allowed: other, cpu \(did you mean other\?\)"):
         attention(*tensors)
 
 

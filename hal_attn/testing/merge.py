@@ -140,6 +140,8 @@ def _machines(file: Path, name: str) -> list[tuple[str, Report]]:
         data = json.loads(text)
         if isinstance(data, dict) and "machines" in data:
             return [(str(part["label"]), Report.from_json(json.dumps(part["report"]))) for part in data["machines"]]
+        if isinstance(data, dict) and {"measure", "rows"} <= data.keys():
+            raise ValueError("this is a file of hal-attn bench")
         return [(name, Report.from_json(text))]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
