@@ -61,7 +61,7 @@ class ConfigurationError(HalAttnError, ValueError):
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """"did you mean X?" for the known name that is most like `name`; empty where none is near.
+    """ "did you mean X?" for the known name that is most like `name`; empty where none is near.
 
     A cutoff of 0.7 takes a slip of one letter in a short name, and no other short word for one: "acme" is no "ascend",
     "gpu" no "cpu".
