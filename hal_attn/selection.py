@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -269,6 +270,14 @@ def _refusals(rules: Callable[[], object], asked: str) -> tuple[Refusal, ...]:
     return all_of(rules(), Refusal, asked)
 
 
+def _level_of_the_caller() -> int:
+    """`stacklevel` for a warning of the function that asks: that of the first frame outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hal_attn."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def require(selection: Selection, registry: Registry, settings: Settings) -> AttentionBackend:
     """The chosen backend, warning where HAL_ATTN_FALLBACK=warn made it another than the one named.
 
@@ -279,7 +288,8 @@ def require(selection: Selection, registry: Registry, settings: Settings) -> Att
     if selection.chosen is not None:
         if selection.source.startswith("fallback from") and settings.fallback == "warn":
             reasons = "; ".join(f"{c.backend.name}: {r}" for c in selection.considered for r in c.refusals)
-            warnings.warn(f"{selection.notes[0]}: {selection.chosen.name} ({reasons})", UserWarning, stacklevel=4)
+            text = f"{selection.notes[0]}: {selection.chosen.name} ({reasons})"
+            warnings.warn(text, UserWarning, stacklevel=_level_of_the_caller())
         return selection.chosen
     refusals = tuple((candidate.backend.name, candidate.refusals) for candidate in selection.considered)
     named = not selection.source.startswith("the default order")
