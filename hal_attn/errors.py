@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,6 +58,15 @@ class BackendNotAvailableError(HalAttnError, RuntimeError):
 
 class ConfigurationError(HalAttnError, ValueError):
     """An environment variable or a setting is wrong; the message lists the right values."""
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """ "did you mean X?" for the known name that is most like `name`; empty where none is near.
+
+    A cutoff of 0.7 takes a slip of one letter in a short name, and no other short word for one: "acme" is no "ascend",
+    "gpu" no "cpu".
+    """
+    return "".join(f"did you mean {other}?" for other in difflib.get_close_matches(name, list(known), n=1, cutoff=0.7))
 
 
 def shortened(value: object, limit: int = 300) -> str:

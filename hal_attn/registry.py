@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -12,7 +11,7 @@ from types import NoneType
 import torch
 
 from hal_attn.backend import AttentionBackend
-from hal_attn.errors import ConfigurationError, UnsupportedAttentionError
+from hal_attn.errors import ConfigurationError, UnsupportedAttentionError, closest
 from hal_attn.guard import attempt, watched
 from hal_attn.platform import Detection, Platform
 from hal_attn.plugins import BrokenPlatform, checked_simulation, installed, take_in
@@ -82,10 +81,10 @@ class Registry:
         if self.platform(name) is not None:
             return
         names = [platform.name for platform in self.platforms]
-        close = difflib.get_close_matches(name, names, n=1)
+        close = closest(name, names)
         raise ConfigurationError(
             f"HAL_ATTN_PLATFORM: got {name!r}; allowed: {', '.join(names) or 'none'}"
-            + "".join(f" (did you mean {other}?)" for other in close)
+            + (f" ({close})" if close else "")
             + "".join(f"; {b.name} is broken: {b.reason}" for b in self.broken if b.name == name)
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +18,7 @@ from hal_attn.errors import (
     ConfigurationError,
     InvalidAttentionInputError,
     UnsupportedAttentionError,
+    closest,
     shortened,
 )
 from hal_attn.guard import all_of, attempt
@@ -163,8 +164,7 @@ def check_names(names: Sequence[str], source: str, registry: Registry) -> None:
     for name in names:
         if name in registry.backend_names:
             continue
-        close = difflib.get_close_matches(str(name), registry.backend_names, n=1)
-        hint = f"did you mean {close[0]}?" if close else ""
+        hint = closest(str(name), registry.backend_names)
         known = ", ".join(registry.backend_names) or "none"
         if source.startswith("HAL_ATTN_"):
             message = f"{source}: got unknown backend {shortened(repr(name))}; allowed: {known}"
@@ -270,6 +270,14 @@ def _refusals(rules: Callable[[], object], asked: str) -> tuple[Refusal, ...]:
     return all_of(rules(), Refusal, asked)
 
 
+def _level_of_the_caller() -> int:
+    """`stacklevel` for a warning of the function that asks: that of the first frame outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hal_attn."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def require(selection: Selection, registry: Registry, settings: Settings) -> AttentionBackend:
     """The chosen backend, warning where HAL_ATTN_FALLBACK=warn made it another than the one named.
 
@@ -280,7 +288,8 @@ def require(selection: Selection, registry: Registry, settings: Settings) -> Att
     if selection.chosen is not None:
         if selection.source.startswith("fallback from") and settings.fallback == "warn":
             reasons = "; ".join(f"{c.backend.name}: {r}" for c in selection.considered for r in c.refusals)
-            warnings.warn(f"{selection.notes[0]}: {selection.chosen.name} ({reasons})", UserWarning, stacklevel=4)
+            text = f"{selection.notes[0]}: {selection.chosen.name} ({reasons})"
+            warnings.warn(text, UserWarning, stacklevel=_level_of_the_caller())
         return selection.chosen
     refusals = tuple((candidate.backend.name, candidate.refusals) for candidate in selection.considered)
     named = not selection.source.startswith("the default order")

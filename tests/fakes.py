@@ -12,7 +12,7 @@ from hal_attn_cpu.math import CpuMathBackend
 from hal_attn_cpu.platform import CpuPlatform
 from torch import Tensor
 
-from hal_attn import functional, inventory, settings
+from hal_attn import functional, inventory, memo, settings
 from hal_attn import registry as registry_module
 from hal_attn.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder
 from hal_attn.capabilities import Capabilities
@@ -179,10 +179,15 @@ def _giving(platform: Platform) -> Callable[[], object]:
 def install(monkeypatch: pytest.MonkeyPatch, *platforms: Platform, registry: Registry | None = None) -> Registry:
     """Let the public functions see these platforms and no others, with no call remembered, until the test ends."""
     made = registry or registry_of(*platforms)
-    for module in (functional, inventory, registry_module):
+    for module in (functional, memo, inventory, registry_module):
         monkeypatch.setattr(module, "default_registry", lambda: made)
-    monkeypatch.setattr(functional, "_bound", {})
+    _forget(monkeypatch)
     return made
+
+
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_bound", "_recent"):
+        monkeypatch.setattr(memo, name, {})
 
 
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, *backends: AttentionBackend, **options: object) -> FakePlatform:
@@ -195,7 +200,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, *backends: AttentionBackend, **o
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterable[None]:
     """No call and no warning of another test is remembered; import it to have it."""
-    monkeypatch.setattr(functional, "_bound", {})
+    _forget(monkeypatch)
     settings._parse.cache_clear()
     yield
     settings._parse.cache_clear()

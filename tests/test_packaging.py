@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("hal_attn", "hal_attn_cpu", "hal_attn_cuda", "hal_attn_rocm", "hal_attn_ascend")
+PLATFORMS = ("hal_attn_cpu", "hal_attn_cuda", "hal_attn_rocm", "hal_attn_ascend")
+PACKAGES = ("hal_attn", "hal_attn_pytest", *PLATFORMS)
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +28,10 @@ def test_every_package_is_in_the_wheel_and_typed(wheel):
     for package in PACKAGES:
         assert f"{package}/__init__.py" in names
         assert f"{package}/py.typed" in names
-        assert package == "hal_attn" or f"{package}/platform.py" in names
+        assert package not in PLATFORMS or f"{package}/platform.py" in names
     assert {name.partition("/")[0] for name in names if not name.startswith("hal_attn-")} == set(PACKAGES)
     assert "hal_attn/demo/data/alice.txt" in names
+    assert "hal_attn_pytest/suite.py" in names
     assert {"hal_attn/testing/templates/report.html", "hal_attn/testing/templates/report.css"} <= set(names)
 
 
@@ -37,6 +39,7 @@ def test_the_wheel_declares_platforms_and_command(wheel):
     entry_points = wheel.read(next(n for n in wheel.namelist() if n.endswith("entry_points.txt"))).decode()
     for line in ("hal-attn = hal_attn.cli:main", "[hal_attn.platforms]", "cpu = hal_attn_cpu.platform:CpuPlatform"):
         assert line in entry_points
+    assert "[pytest11]\nhal_attn = hal_attn_pytest\n" in entry_points
     for vendor in ("cuda", "rocm", "ascend"):
         assert f"{vendor} = hal_attn_{vendor}.platform:" in entry_points
 

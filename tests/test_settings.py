@@ -159,7 +159,10 @@ def test_platform_allows_only_that_one(monkeypatch):
     with pytest.raises(UnsupportedAttentionError, match="HAL_ATTN_PLATFORM=other allows only that one; unset it"):
         attention(*tensors)
     monkeypatch.setenv("HAL_ATTN_PLATFORM", "gpu")
-    with pytest.raises(ConfigurationError, match="HAL_ATTN_PLATFORM: got 'gpu'; allowed: other, cpu"):
+    with pytest.raises(ConfigurationError, match=r"HAL_ATTN_PLATFORM: got 'gpu'; allowed: other, cpu$"):
+        attention(*tensors)
+    monkeypatch.setenv("HAL_ATTN_PLATFORM", "othr")
+    with pytest.raises(ConfigurationError, match=r"allowed: other, cpu \(did you mean other\?\)"):
         attention(*tensors)
 
 
@@ -210,11 +213,12 @@ def test_fallback(monkeypatch):
     assert (selection.chosen.name, selection.source) == ("good", "fallback from backend plain")
     assert "HAL_ATTN_FALLBACK=allow" in str(selection)
     monkeypatch.setenv("HAL_ATTN_FALLBACK", "warn")
-    with pytest.warns(
-        UserWarning, match=r"backend plain refused.*good \(plain: softcap: have 1.0, need off\)"
-    ) as caught:
-        attention(*dense(), **call)
-    assert caught[0].filename == __file__
+    for ask in (attention, select_backend):
+        with pytest.warns(
+            UserWarning, match=r"backend plain refused.*good \(plain: softcap: have 1.0, need off\)"
+        ) as caught:
+            ask(*dense(), **call)
+        assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_fallback_where_nothing_takes_the_call(monkeypatch):

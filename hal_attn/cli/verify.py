@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hal_attn.cli import output
-from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.errors import InvalidAttentionInputError, closest
 from hal_attn.registry import Registry, default_registry
 from hal_attn.testing import html, junit, matrix, merge, verdict
 from hal_attn.testing import verify as run_kit
@@ -60,7 +59,8 @@ def verify(
 ) -> None:
     """Check every backend here against the reference: values, gradients, layouts, and refusals by name.
 
-    Exit status 0 only if nothing failed, something passed, and all that was named ran. --quick is the default.
+    Exit status 0 only if nothing failed, a backend passed something, and all that was named ran. --quick is the
+    default.
     """
     backends = tuple(dict.fromkeys(backend or ()))
     asked = _Files(junit_to, json_to, html_to)
@@ -100,8 +100,7 @@ def _check_names(registry: Registry, platform: str | None, backends: Sequence[st
     asked = [("--platform", platform, platforms)] if platform else []
     for flag, name, allowed in (*asked, *(("--backend", name, known) for name in backends)):
         if name not in allowed:
-            close = "".join(f"did you mean {other}?" for other in difflib.get_close_matches(name, allowed, n=1))
-            raise InvalidAttentionInputError(flag, repr(name), ", ".join(allowed) or "none", close)
+            raise InvalidAttentionInputError(flag, repr(name), ", ".join(allowed) or "none", closest(name, allowed))
 
 
 def _due(platform: str | None) -> tuple[str, ...]:
@@ -162,6 +161,7 @@ def _show(found: Merged, problems: Sequence[str]) -> None:
     parts: list[RenderableType] = []
     for label, report in found.machines:
         facts: dict[str, RenderableType] = dict(report.machine)
+        facts |= {found.name: found.libraries for found in report.platforms if found.available and found.libraries}
         took = f"{report.effort}, {verdict.checks(len(report.checks))} in {report.seconds:.0f} s"
         parts += [Text(label, style="bold")] if label else []
         parts += [output.fields({**facts, "effort": took}), ""]
@@ -214,7 +214,7 @@ def _conflicts(found: Merged) -> Iterator[RenderableType]:
         (
             f"{conflict.platform}/{conflict.backend}",
             conflict.feature,
-            "\n".join(f"{v.status} on {v.machine}{' (SIMULATED)' if v.simulated else ''}" for v in conflict.verdicts),
+            "\n".join(f"{v.status} on {v.where}{' (SIMULATED)' if v.simulated else ''}" for v in conflict.verdicts),
         )
         for conflict in found.conflicts
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,23 @@ from hal_attn.testing import matrix
 from hal_attn.testing.matrix import Column
 from hal_attn.testing.report import FORMAT, Report, Status, count
 
+# `ci/run` writes a file of this name on each machine.
+_OF_EVERY_MACHINE = "conformance"
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How one feature ended on one machine."""
+    """How one feature ended on one machine; `libraries` as `PlatformReport.libraries`."""
 
     machine: str
     simulated: bool
     status: Status
+    libraries: str
+
+    @property
+    def where(self) -> str:
+        """The machine for a person, with the libraries that may make the difference."""
+        return f"{self.machine}, {self.libraries}" if self.libraries else self.machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +74,14 @@ class Merged:
         """Where one backend passed on one machine what it failed or refused on another, failures first. What did not
         run says nothing and is in no conflict."""
         shown = self.columns
+        libraries = {(label, each.name): each.libraries for label, report in self.machines for each in report.platforms}
         names = matrix.features(shown)
         found: dict[tuple[str, str, str], list[Verdict]] = {}
         for column in shown:
             for feature, cell in zip(names, column.cells(names), strict=True):
                 if cell.status != "not run":
-                    verdict = Verdict(column.machine, column.simulated, cell.status)
+                    beside = libraries[column.machine, column.platform]
+                    verdict = Verdict(column.machine, column.simulated, cell.status, beside)
                     found.setdefault((column.platform, column.backend, feature), []).append(verdict)
         differing = [
             Conflict(*key, tuple(verdicts))
@@ -104,25 +116,33 @@ class Merged:
 def read(files: Sequence[Path]) -> Merged:
     """The reports of these files, each under the name of its file without the ending; merged files may be among them.
 
+    A name that several files have, or that `ci/run` gives every report, says nothing about the machine: such a report
+    is under the name of its folder.
+
     Raises:
         InvalidAttentionInputError: a file cannot be read, or is no report.
     """
     machines: list[tuple[str, Report]] = []
+    stems = Counter(file.stem for file in files)
     for file in files:
-        for label, report in _machines(file):
+        telling = stems[file.stem] == 1 and file.stem != _OF_EVERY_MACHINE
+        name = file.stem if telling else file.absolute().parent.name or file.stem
+        for label, report in _machines(file, name):
             taken = {other for other, _ in machines}
             numbered = (f"{label} ({number})" for number in range(2, len(taken) + 3))
             machines.append((next(name for name in (label, *numbered) if name not in taken), report))
     return Merged(tuple(machines))
 
 
-def _machines(file: Path) -> list[tuple[str, Report]]:
+def _machines(file: Path, name: str) -> list[tuple[str, Report]]:
     try:
         text = file.read_text(encoding="utf-8")
         data = json.loads(text)
         if isinstance(data, dict) and "machines" in data:
             return [(str(part["label"]), Report.from_json(json.dumps(part["report"]))) for part in data["machines"]]
-        return [(file.stem, Report.from_json(text))]
+        if isinstance(data, dict) and {"measure", "rows"} <= data.keys():
+            raise ValueError("this is a file of hal-attn bench")
+        return [(name, Report.from_json(text))]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidAttentionInputError(

@@ -77,7 +77,14 @@ class BackendReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlatformReport:
-    """One platform here: its devices as (PyTorch's name, the vendor's, architecture), and checks of its own rules."""
+    """One platform here.
+
+    Attributes:
+        devices: (PyTorch's name, the vendor's, architecture).
+        checks: of its own rules.
+        versions: (name, version) of PyTorch's build and the vendor's libraries, as its `Detection` has them; empty in a
+            report of before they were kept.
+    """
 
     name: str
     simulated: bool
@@ -86,6 +93,12 @@ class PlatformReport:
     remedy: str = ""
     devices: tuple[tuple[str, str, str], ...] = ()
     checks: tuple[Check, ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def libraries(self) -> str:
+        """The versions for a person, without PyTorch's, which is the machine's."""
+        return ", ".join(f"{name} {version}" for name, version in self.versions if name != "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +133,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Something was checked and passed, and nothing failed."""
-        counts = self.counts
-        return counts["failed"] == 0 and counts["passed"] > 0
+        """A backend passed something, and nothing failed. A platform's own rules show nothing of a backend."""
+        passed = any(check.status == "passed" for backend in self.backends for check in backend.checks)
+        return passed and self.counts["failed"] == 0
 
     @property
     def on_real_devices(self) -> bool:
@@ -175,7 +188,8 @@ def _checks(parts: Iterable[Mapping[str, Any]]) -> tuple[Check, ...]:
 
 def _platform(part: Mapping[str, Any]) -> PlatformReport:
     devices = tuple((str(a), str(b), str(c)) for a, b, c in part["devices"])
-    return PlatformReport(**{**part, "devices": devices, "checks": _checks(part["checks"])})
+    versions = tuple((str(name), str(version)) for name, version in part.get("versions", ()))
+    return PlatformReport(**{**part, "devices": devices, "checks": _checks(part["checks"]), "versions": versions})
 
 
 def _backend(part: Mapping[str, Any]) -> BackendReport:

@@ -25,8 +25,9 @@ def problems(merged: Merged, demand: Demand) -> tuple[str, ...]:
     Over several machines a backend that is not available on one may be shown by another.
     """
     found = [*_failures(merged)]
-    if not merged.counts["passed"]:
-        found.append("nothing passed, because nothing ran" if not merged.columns else "nothing passed")
+    backends = [column for column in merged.columns if column.backend]
+    if not any(check.status == "passed" for column in backends for check in column.checks):
+        found.append("nothing passed" if backends else "nothing passed, because no backend ran")
     found += _absent(merged, demand)
     return tuple(dict.fromkeys(found))
 

@@ -158,6 +158,7 @@ class _Verified:
 
     def __init__(self, registry: Registry, platform: Platform, why: str, only: str | None, effort: Effort) -> None:
         detection = registry.detection(platform)
+        self._versions = detection.versions
         self._platform, self._reason = platform, why or ("" if detection.available else detection.reason)
         self._remedy = "unset HAL_ATTN_SIMULATE" if why else detection.remedy
         devices, failure = ((), "") if self._reason else devices_of(platform)
@@ -213,6 +214,7 @@ class _Verified:
             remedy=self._remedy if self._reason else "",
             devices=self._devices,
             checks=checks,
+            versions=self._versions,
         )
 
 

@@ -1,11 +1,13 @@
 """`hal-attn verify`: exit status, what it says, its files, and several reports merged."""
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 from hal_attn_cpu.platform import CpuPlatform
 
+from hal_attn.bench.report import Report as BenchReport
 from hal_attn.cli import verify as verb
 from hal_attn.registry import Registry
 from hal_attn.testing import FEATURES, Report
@@ -85,8 +87,16 @@ def test_nothing_that_ran_is_not_passed(run, kit):
     kit(reports.report(reports.away("cuda"), reports.missing("flash_attn_3", "cuda")))
     result = run("verify")
     assert result.exit_code == 1
-    assert "- nothing passed, because nothing ran" in words(result.stdout)
+    assert "- nothing passed, because no backend ran" in words(result.stdout)
     assert "cuda did not run: no device of cuda is here; plug one in" in words(result.stdout)
+
+
+def test_what_a_platform_itself_passed_is_not_enough(run, kit):
+    alone = replace(reports.here(), checks=(reports.check("", "contract"),))
+    kit(reports.report(alone, reports.missing("absent_kernels")))
+    result = run("verify")
+    assert result.exit_code == 1
+    assert "- nothing passed, because no backend ran" in words(result.stdout)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +202,22 @@ def test_wrong_input_is_named_and_exits_2(run, arguments, message):
     assert message in words(result.stderr)
 
 
+def test_a_name_that_is_far_from_all_gets_no_guess(run):
+    result = run("verify", "--platform", "acme")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words(result.stderr).endswith("--platform: got 'acme'; allowed: ascend, cpu, cuda, rocm")
+
+
+def test_a_file_of_bench_is_called_that(run, tmp_path):
+    file = tmp_path / "kernels.json"
+    file.write_text(BenchReport(kind="kernels", measure="ms", facts={}, rows=()).json())
+    result = run("verify", "--merge", str(file))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "(this is a file of hal-attn bench); allowed: reports that `hal-attn verify --json FILE` wrote" in words(
+        result.stderr
+    )
+
+
 @pytest.mark.parametrize("text", ["[]", "{", '{"format": 99}', '{"machines": [{"label": "a"}]}', '{"format": 1}'])
 def test_a_file_that_is_no_report_is_named(run, tmp_path, text):
     file = tmp_path / "odd.json"
@@ -255,16 +281,58 @@ def test_reports_of_several_machines_merge(run, kit, tmp_path):
     assert result.exit_code == 1
     assert_plain(result.stdout)
     text = words(result.stdout)
-    assert "cpu/steady window refused on box passed on box (2)" in text
-    assert "rocm on box (2) was SIMULATED" in text
-    assert "- cpu/shaky on box (2) failed 1 check" in text
+    assert "cpu/steady window refused on a passed on b" in text
+    assert "rocm on b was SIMULATED" in text
+    assert "- cpu/shaky on b failed 1 check" in text
     found = json.loads(out.read_text())
-    assert [part["label"] for part in found["machines"]] == ["box", "box (2)"]
+    assert [part["label"] for part in found["machines"]] == ["a", "b"]
     assert found["ok"] is False
     assert [(c["backend"], c["feature"]) for c in found["conflicts"]] == [("steady", "window")]
     assert "Where the machines disagree" in page.read_text()
     again = run("verify", "--merge", str(out), files[0], "--json", "-")
-    assert [part["label"] for part in json.loads(again.stdout)["machines"]] == ["box", "box (2)", "box (3)"]
+    assert [part["label"] for part in json.loads(again.stdout)["machines"]] == ["a", "b", "box"]
+
+
+@pytest.mark.parametrize(
+    ("files", "labels"),
+    [
+        (["h200.json", "mi300x.json"], ["h200", "mi300x"]),
+        (["cuda/conformance.json", "rocm/conformance.json"], ["cuda", "rocm"]),
+        (["cuda/conformance.json", "mi300x.json"], ["cuda", "mi300x"]),
+        (["a/out/conformance.json", "b/out/conformance.json"], ["out", "out (2)"]),
+    ],
+)
+def test_a_machine_is_called_after_its_file_or_its_folder(run, tmp_path, monkeypatch, files, labels):
+    for name in files:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(reports.good().to_json())
+    found = json.loads(run("verify", "--merge", *(str(tmp_path / name) for name in files), "--json", "-").stdout)
+    assert [part["label"] for part in found["machines"]] == labels
+    # The same where a person stands in the folder and gives no folder's name.
+    monkeypatch.chdir((tmp_path / files[0]).parent)
+    found = json.loads(run("verify", "--merge", (tmp_path / files[0]).name, "--json", "-").stdout)
+    assert [part["label"] for part in found["machines"]] == labels[:1]
+
+
+def test_each_machine_shows_its_libraries_and_a_conflict_those_of_both(run, kit, tmp_path):
+    window = reports.check("fast", "window", "refused", platform="cuda")
+    one = reports.report(reports.here("cuda", fast="1.0"), reports.backend("fast", platform="cuda"))
+    two = reports.report(reports.here("cuda", fast="2.0"), reports.backend("fast", window, platform="cuda"))
+    for name, report in (("old", one), ("new", two)):
+        (tmp_path / f"{name}.json").write_text(report.to_json())
+    page = tmp_path / "all.html"
+    result = run("verify", "--merge", str(tmp_path / "old.json"), str(tmp_path / "new.json"), "--html", str(page))
+    text = words(result.stdout)
+    assert "torch 2.13.0 cuda fast 1.0 effort" in text
+    assert "torch 2.13.0 cuda fast 2.0 effort" in text
+    assert "cuda/fast window passed on old, fast 1.0 refused on new, fast 2.0" in text
+    cards, _, conflicts = page.read_text().partition("Where the machines disagree")
+    for part in (cards, conflicts):
+        assert part.count("fast 1.0") == part.count("fast 2.0") == 1
+    kit(one)
+    assert "cuda fast 1.0 effort" in words(run("verify", "--html", str(page)).stdout)
+    assert page.read_text().count("fast 1.0") == 1
 
 
 def test_another_machine_may_show_what_one_lacks(run, kit, tmp_path):

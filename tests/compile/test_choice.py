@@ -5,7 +5,15 @@ import threading
 import pytest
 import torch
 
-from hal_attn import ConfigurationError, UnsupportedAttentionError, attention, explain, use_backend, varlen_attention
+from hal_attn import (
+    ConfigurationError,
+    UnsupportedAttentionError,
+    attention,
+    explain,
+    memo,
+    use_backend,
+    varlen_attention,
+)
 from hal_attn.registry import default_registry
 from tests.compile.cases import batched, packed
 from tests.compile.tracing import Program, gradients, leaves, same
@@ -35,9 +43,8 @@ def taken(monkeypatch):
             )
 
         monkeypatch.setattr(backend, "bind", bind, raising=True)
-    from hal_attn import functional
-
-    monkeypatch.setattr(functional, "_bound", {})
+    for name in ("_bound", "_recent"):
+        monkeypatch.setattr(memo, name, {})
     return names
 
 

@@ -1,9 +1,12 @@
 """The kit under pytest: a class to subclass, an option, and what a person reads where a check fails."""
 
+import os
+import sys
+
 import pytest
 
 pytest_plugins = ["pytester"]
-PLUGIN = ("-p", "hal_attn.testing.plugin", "-p", "no:cacheprovider")
+PLUGIN = ("-p", "hal_attn_pytest", "-p", "no:cacheprovider")
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +108,24 @@ def test_without_a_backend_the_class_says_what_is_missing(pytester):
     """)
     result = run(pytester)
     result.stdout.fnmatch_lines(["*TestNone.backend: not given; allowed: *"])
+
+
+@pytest.mark.parametrize("options", [(), ("--help",)], ids=["tests", "help"])
+def test_others_tests_run_where_pytorch_and_hal_attn_are_broken(pytester, monkeypatch, options):
+    for name in ("torch", "hal_attn"):
+        pytester.makepyfile(**{f"broken/{name}": f"raise ImportError('{name} is broken')"})
+    pytester.makepyfile("""
+        import sys
+
+        class TestTheirs:
+            def test_one(self):
+                assert not {"torch", "hal_attn"} & set(sys.modules)
+    """)
+    places = (str(pytester.path / "broken"), *sys.path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(place for place in places if place))
+    result = pytester.runpytest_subprocess(*PLUGIN, *options)
+    assert result.ret == 0, result.stdout.str() + result.stderr.str()
+    if options:
+        result.stdout.fnmatch_lines(["*--hal-attn-backend=NAME*"])
+    else:
+        result.assert_outcomes(passed=1)

@@ -1,6 +1,7 @@
 """The report as data: it goes to JSON and back, counts right, and holds no host name."""
 
 import json
+import platform as machine
 import socket
 from dataclasses import replace
 
@@ -42,7 +43,15 @@ BACKEND = BackendReport(
 REPORT = Report(
     machine=(("python", "3.11.7"),),
     effort="quick",
-    platforms=(PlatformReport(name="cpu", simulated=False, available=True, devices=(("cpu", "a CPU", "AVX2"),)),),
+    platforms=(
+        PlatformReport(
+            name="cpu",
+            simulated=False,
+            available=True,
+            devices=(("cpu", "a CPU", "AVX2"),),
+            versions=(("torch", "2.13.0"), ("kernels", "1.2"), ("more", "3")),
+        ),
+    ),
     backends=(BACKEND,),
     seconds=1.5,
 )
@@ -54,6 +63,19 @@ def test_json_there_and_back():
     assert data["format"] == FORMAT
     assert data["ok"] is True
     assert data["counts"] == {"passed": 1, "failed": 0, "refused": 1, "not run": 0}
+
+
+def test_a_file_without_versions_is_read():
+    data = REPORT.to_dict()
+    del data["platforms"][0]["versions"]
+    (bare,) = REPORT.platforms
+    assert Report.from_json(json.dumps(data)).platforms == (replace(bare, versions=()),)
+
+
+def test_libraries_are_the_versions_without_that_of_pytorch():
+    (platform,) = REPORT.platforms
+    assert platform.libraries == "kernels 1.2, more 3"
+    assert replace(platform, versions=(("torch", "2.13.0"),)).libraries == ""
 
 
 @pytest.mark.parametrize(
@@ -79,6 +101,9 @@ def test_ok_needs_a_pass_and_no_failure():
     assert not replace(REPORT, backends=(failed,)).ok
     assert not replace(REPORT, backends=(refused,)).ok
     assert not replace(REPORT, backends=(absent,)).ok
+    (platform,) = REPORT.platforms
+    own = replace(platform, checks=(replace(CHECK, backend=""),))
+    assert not replace(REPORT, platforms=(own,), backends=(absent,)).ok
 
 
 def test_real_devices_are_told_from_simulated_ones():
@@ -87,10 +112,13 @@ def test_real_devices_are_told_from_simulated_ones():
     assert not replace(REPORT, backends=()).on_real_devices
 
 
-def test_a_real_report_holds_plain_values_and_no_host_name():
+def test_a_real_report_holds_plain_values_and_no_host_name(monkeypatch):
+    host = "made-up-host-4711"
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    monkeypatch.setattr(machine, "node", lambda: host)
     report = verify("cpu", "cpu_flash")
     assert Report.from_json(report.to_json()) == report
-    assert socket.gethostname() not in report.to_json()
+    assert host not in report.to_json()
     assert report.ok, [check.message for check in report.checks if check.status == "failed"]
     assert {check.status for check in report.checks} <= set(STATUSES)
     assert {check.feature for check in report.checks} <= set(FEATURES)

@@ -57,14 +57,17 @@ def missing(name: str, platform: str = "cpu", reason: str = "the library flashy 
     )
 
 
-def here(name: str = "cpu", *, simulated: bool = False, device: str = "a fake device") -> PlatformReport:
-    """A platform with one device."""
+def here(
+    name: str = "cpu", *, simulated: bool = False, device: str = "a fake device", **versions: str
+) -> PlatformReport:
+    """A platform with one device, beside PyTorch and libraries of these versions."""
     return PlatformReport(
         name=name,
         simulated=simulated,
         available=True,
         reason="a fake device is here",
         devices=(("cpu" if simulated else f"{name}:0", device, ""),),
+        versions=(("torch", "2.13.0"), *versions.items()),
     )
 
 

@@ -79,7 +79,7 @@ def visit(browser, tmp_path):
         file.write_text(html.render(merged, problems), encoding="utf-8")
         context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
         contexts.append(context)
-        context.set_default_timeout(5000)
+        context.set_default_timeout(30_000)
         page = context.new_page()
         page.asked, page.said = [], []
         page.on("request", lambda request: page.asked.append(request.url))
