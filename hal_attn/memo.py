@@ -77,8 +77,9 @@ def bound_call(
         identity = _identity(query, key, value, given, options)
         known = None if identity is None else _bound.get(identity)
     except (TypeError, AttributeError):
-        # Something that cannot be part of a key: the checks say what is wrong with it, or it is bound anew each time.
-        return _bind(query, key, value, plain, window_size, backend, given, sequences)
+        # Something that cannot be part of a key: the checks say what is wrong with it, outside this block so that their
+        # error hides no other, or it is bound anew each time.
+        identity = known = None
     call = known or _bind(query, key, value, plain, window_size, backend, given, sequences)
     if identity is not None:
         check = None
