@@ -145,14 +145,16 @@ def _dense_call(backend: AttentionBackend, request: AttentionRequest, with_tenso
 def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundCall:
     if backend.implements("forward_varlen"):
         return native_call(backend, request)
-    options, plan_of = request.options(), plan_maker(backend, request)
+    options, plan_of, short = request.options(), plan_maker(backend, request), backend.bind(request)
+    # Bound for the longest lengths, it serves others only where no query can be without keys.
+    of_buckets = short if request.equal_lengths and not request.return_lse else None
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, **tensors: Tensor
     ) -> AttentionResult:
-        return run_plan(backend, plan_of(sequences), query, key, value, {**options, **tensors})
+        quick = None if tensors else of_buckets
+        return run_plan(backend, plan_of(sequences), query, key, value, {**options, **tensors}, quick)
 
-    short = backend.bind(request)
     return run if short is None else _over_views(short, request, run)
 
 

@@ -84,6 +84,10 @@ class Bucket:
     keys: Rows
     key_mask: Tensor | None
 
+    def take(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed tensors -> those of the call, `[count, length, H, D]`."""
+        return self.queries.take(query), self.keys.take(key), self.keys.take(value)
+
 
 @dataclass(frozen=True)
 class Place:

@@ -43,9 +43,16 @@ def run_padded_attention(
 
 
 def run_plan(
-    backend: AttentionBackend, plan: PaddedPlan, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
+    backend: AttentionBackend,
+    plan: PaddedPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Mapping[str, Any],
+    short: Callable[..., AttentionResult] | None = None,
 ) -> AttentionResult:
-    """`run_padded_attention` of a call that is checked and planned."""
+    """`run_padded_attention` of a call that is checked and planned. `short` is the shortest way to a bucket without a
+    mask; between calls that take long to prepare, the CPU's threads fall asleep."""
     slopes: Tensor | None = options.get("alibi_slopes")
     sinks: Tensor | None = options.get("sinks")
     outputs: list[Tensor] = []
@@ -53,13 +60,15 @@ def run_plan(
     with_lse = bool(options.get("return_lse"))
     forward = backend.unchecked("forward")
     for bucket in plan.buckets:
+        if short is not None and bucket.key_mask is None:
+            outputs.append(cast(Tensor, short(*bucket.take(query, key, value))).flatten(0, 1))
+            continue
         extra = dict(options)
         if bucket.key_mask is not None:
             extra["key_padding_mask"] = bucket.key_mask
         if slopes is not None and slopes.dim() == 2:
             extra["alibi_slopes"] = slopes.index_select(0, bucket.index)
-        q, k, v = bucket.queries.take(query), bucket.keys.take(key), bucket.keys.take(value)
-        result = forward(q, k, v, **extra)
+        result = forward(*bucket.take(query, key, value), **extra)
         if with_lse:
             output, lse = result
             lses.append(lse.transpose(1, 2).flatten(0, 1))
