@@ -67,7 +67,8 @@ def bound_call(
         ):
             # As nearly always: asked at once, which is quicker than each of it in the key.
             environment = size() if none_set() else fingerprint()
-            options: object = (plain, scale.__class__, backend, packed, override(), environment)
+            # The guard of a tensor that requires a gradient fits it in every mode.
+            options: object = (plain, scale.__class__, backend, packed, override(), environment, _is_grad_enabled())
         else:
             options = _options(plain, window_size, backend, packed)
         if given is None:
@@ -149,7 +150,7 @@ def _options(plain: Plain, window_size: Window, backend: object, packed: str | N
     types = tuple(value.__class__ for value in plain)
     window = None if window_size is None else _window(window_size)
     names = (list, *backend) if isinstance(backend, list) else backend
-    return (plain, types, window, names, packed, override(), fingerprint())
+    return (plain, types, window, names, packed, override(), fingerprint(), _is_grad_enabled())
 
 
 def _identity(

@@ -125,6 +125,17 @@ def test_modes_overrides_and_the_environment_are_another_call(guards, monkeypatc
     assert bound(tensors(), "again") == "first"
 
 
+def test_the_mode_of_gradients_is_part_of_the_key(guards):
+    query, key, value = tensors()
+    leaves = (query.requires_grad_(), key, value)
+    with torch.no_grad():
+        bound(leaves, "without")
+    assert bound(leaves, "with") == "with"
+    with torch.no_grad():
+        assert bound(leaves, "again") == "without"
+    assert bound(leaves, "again") == "with"
+
+
 def test_kinds_that_take_turns_are_all_found(guards):
     kinds = {f"{length}": dense(2, length, heads=2, head_dim=8)[:3] for length in (3, 4, 5, 6)}
     for _ in range(3):
