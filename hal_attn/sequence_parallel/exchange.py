@@ -103,8 +103,8 @@ class NoExchange(Exchange):
 
 @dataclass(frozen=True)
 class RingExchange(Exchange):
-    """Around the ring, double buffered. Each hop is a collective in which a rank sends to one other and hears from one:
-    that takes the host a third of the time of the same as operations between two.
+    """Around the ring, double buffered. Each hop is a collective in which a rank sends to one other and hears from one,
+    which is one call on the host where operations between two are several.
 
     Attributes:
         coordinate: this rank's place in the ring, as in the group.
