@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--environments", type=Path, default=ROOT / ".venv-ci", metavar="FOLDER", help="where they are made (.venv-ci)")
     add("--override", action="append", default=[], metavar="NAME==VERSION", help="in place of the pinned version")
     add("--tests", nargs="+", default=[], metavar="PATH", help="only these unit tests")
-    add("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes for the unit tests")
+    add("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes for the tests")
     add("--timeout", type=float, default=60.0, metavar="MINUTES", help="for each step (60)")
     add("--figures", type=Path, metavar="FOLDER", help="kept times, by kind of machine (figures in --out)")
     add("--keep-figures", action="store_true", help="take this run's times in place of the kept ones")

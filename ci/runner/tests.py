@@ -40,8 +40,7 @@ def unit(options: Options, environment: Environment) -> Result:
     left_out, notes = ([], "") if options.tests else _left_out(options, environment, variables)
     chosen = options.tests or (_simulated(options.platform) if options.simulation else ("tests",))
     arguments = [*chosen, *(f"--ignore={path}" for path in left_out)]
-    if not environment.lacking("xdist"):
-        arguments += ["-n", str(options.workers), "--dist", "worksteal"]
+    arguments += _side_by_side(options, environment)
     return _pytest("unit", options, environment, variables, arguments, notes)
 
 
@@ -52,8 +51,12 @@ def hardware(options: Options, environment: Environment) -> Result:
     if not options.platform.device_files:
         return Result("hardware", Status.NOT_RUN, f"no test needs a device of {options.platform.name}")
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob(HARDWARE_TESTS))
-    arguments = ["-m", options.platform.name, *files]
+    arguments = ["-m", options.platform.name, *files, *_side_by_side(options, environment)]
     return _pytest("hardware", options, environment, environment.variables, arguments, "")
+
+
+def _side_by_side(options: Options, environment: Environment) -> list[str]:
+    return [] if environment.lacking("xdist") else ["-n", str(options.workers), "--dist", "worksteal"]
 
 
 def _simulated(platform: Platform) -> tuple[str, ...]:
