@@ -155,6 +155,11 @@ class AttentionBackend(ABC):
         and keys; None to call `forward_varlen`."""
         return None
 
+    def prefers_batched(self, request: AttentionRequest) -> bool:
+        """Whether packed calls like `request`, whose sequences all have the same lengths, should go to `forward`, over
+        views `[B, S, H, D]`, although this backend has a packed kernel: where that is measured to be faster."""
+        return False
+
     def implements(self, hook: str) -> bool:
         """Whether this backend has `hook`: "forward", "forward_varlen" or "forward_ring_kv_chunk"."""
         if hook not in HOOKS:

@@ -144,7 +144,9 @@ def _dense_call(backend: AttentionBackend, request: AttentionRequest, with_tenso
 
 def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundCall:
     if backend.implements("forward_varlen"):
-        return native_call(backend, request)
+        native = native_call(backend, request)
+        batched = backend.bind(request) if _batched_is_better(backend, request) else None
+        return native if batched is None else _over_views(batched, request, native)
     options, plan_of, short = request.options(), plan_maker(backend, request), backend.bind(request)
     # Bound for the longest lengths, it serves others only where no query can be without keys.
     of_buckets = short if request.equal_lengths and not request.return_lse else None
@@ -156,6 +158,12 @@ def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundC
         return run_plan(backend, plan_of(sequences), query, key, value, {**options, **tensors}, quick)
 
     return run if short is None else _over_views(short, request, run)
+
+
+def _batched_is_better(backend: AttentionBackend, request: AttentionRequest) -> bool:
+    if not (request.uniform and backend.implements("forward") and backend.prefers_batched(request)):
+        return False
+    return not backend.refusals(replace(request, packed=False))
 
 
 def _over_views(short: BoundCall, request: AttentionRequest, general: BoundCall) -> BoundCall:

@@ -21,6 +21,25 @@ class Effort:
     warmups: int = 2
 
 
+def in_turns(ranks: Ranks, whole: Call, call: Call, effort: Effort) -> tuple[float, float]:
+    """As `together`, of two calls, sample after sample of each in turns: every rank makes `whole`, which is the problem
+    of all ranks, and `call`, which is its part of it.
+
+    Devices get slower as they get warm and short of power, and quicker in a pause, so the two are measured as near to
+    each other as can be, and their samples take about as long.
+    """
+    layers = (max(1, effort.layers // ranks.size), effort.layers)
+    samples: tuple[list[float], list[float]] = ([], [])
+    for _ in range(effort.warmups):
+        call()
+    for _ in range(effort.repeats):
+        for each, count, taken in zip((whole, call), layers, samples, strict=True):
+            ranks.meet()
+            taken.append(_sample(ranks.device, each, count))
+    first, second = (statistics.median(ranks.largest(taken)) for taken in samples)
+    return first, second
+
+
 def together(ranks: Ranks, call: Call, effort: Effort) -> float:
     """Milliseconds of a call that every rank makes: of each sample the slowest rank's, of these the median."""
     for _ in range(effort.warmups):

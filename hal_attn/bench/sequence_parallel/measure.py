@@ -49,10 +49,10 @@ class Bench:
         truth = _results(call, self.tensors, passes)
         local = self._local(Row(self.problem, LOCAL, False, backends[0], passes), call, truth)
         yield local
-        assert local.ms is not None
+        whole = self._call(call, passes)
         for contender in contenders:
             row = Row(self.problem, contender.name, contender.peer, "", passes)
-            yield self._tried(row, contender, backends, truth, local.ms)
+            yield self._tried(row, contender, backends, truth, whole)
 
     @cached_property
     def tensors(self) -> Tensors:
@@ -120,7 +120,7 @@ class Bench:
     # All ranks together
 
     def _tried(
-        self, row: Row, contender: Contender, backends: Sequence[str], truth: Sequence[Tensor], base: float
+        self, row: Row, contender: Contender, backends: Sequence[str], truth: Sequence[Tensor], whole: timing.Call
     ) -> Row:
         """Its row: refused where it refuses on any rank."""
         why = contender.refusal(self.problem, row.passes == BOTH)
@@ -142,7 +142,7 @@ class Bench:
                 return replace(row, refused=failure)
             row = self._checked(replace(row, backend=running.backend()), running, found, truth)
             del found
-            return self._costs(row, running, lambda: _results(running.attend, local, row.passes), base)
+            return self._costs(row, running, lambda: _results(running.attend, local, row.passes), whole)
 
     def _checked(self, row: Row, running: Running, found: Sequence[Tensor], truth: Sequence[Tensor]) -> Row:
         shards = (running.shard, running.shard, running.shard_kv, running.shard_kv)
@@ -158,8 +158,8 @@ class Bench:
         place, here = torch.where(sampled[:, None] == mine)
         return _difference(output.reshape(-1, *output.shape[-2:])[here], self._exact[place])
 
-    def _costs(self, row: Row, running: Running, call: timing.Call, base: float) -> Row:
-        ms = efforts.together(self.ranks, call, self.effort)
+    def _costs(self, row: Row, running: Running, call: timing.Call, whole: timing.Call) -> Row:
+        alone, ms = efforts.in_turns(self.ranks, whole, call, self.effort)
         sent = least = None
         if running.traffic is not None:
             counted = running.traffic[row.passes == BOTH]
@@ -167,7 +167,8 @@ class Bench:
         return replace(
             row,
             ms=ms,
-            ideal=base / self.ranks.size / ms,
+            alone=alone,
+            ideal=alone / self.ranks.size / ms,
             teraflops=self._rate(row, ms, self.ranks.size),
             sent=sent,
             least=least,

@@ -19,7 +19,8 @@ class Row:
     """What one way of sharing costs for one problem; None is not known. Times in ms, sizes in bytes.
 
     Attributes:
-        ideal: part of the ideal that is reached, the ideal being the time of one rank divided by the ranks.
+        alone: time of one rank with the whole problem, measured in turns with `ms`.
+        ideal: part of the ideal that is reached, the ideal being `alone` divided by the ranks.
         teraflops: of each rank, per second, counting the pairs that are seen.
         sent, least: by a rank for one attention, and the least for this mode; the mean of the ranks.
         peak: memory of a call beyond its inputs, the largest of the ranks.
@@ -37,6 +38,7 @@ class Row:
     passes: str
     refused: str | None = None
     ms: float | None = None
+    alone: float | None = None
     ideal: float | None = None
     teraflops: float | None = None
     sent: float | None = None

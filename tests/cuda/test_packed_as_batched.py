@@ -1,0 +1,55 @@
+"""Packed sequences of one length go to FlashAttention 3's batched function, and only where that is faster and it takes
+them."""
+
+from functools import wraps
+
+import pytest
+
+from hal_attn import varlen_attention
+from hal_attn.registry import default_registry
+from tests.cuda.calls import sequences
+from tests.support import assert_right
+
+FUNCTIONS = {"flash_attn_func": "batched", "flash_attn_varlen_func": "packed"}
+
+
+@pytest.fixture
+def called(simulate, monkeypatch):
+    """What FlashAttention 3 is called for, call by call."""
+    simulate("sm90,fa3=full")
+    platform = default_registry().simulation("cuda:sm90,fa3=full")
+    backend = next(backend for backend in platform.backends() if backend.name == "flash_attn_3")
+    calls = []
+    for name, what in FUNCTIONS.items():
+        function = getattr(backend.library.module, name)
+
+        @wraps(function)
+        def noting(*arguments, _function=function, _what=what, **options):
+            calls.append(_what)
+            return _function(*arguments, **options)
+
+        monkeypatch.setattr(backend.library.module, name, noting)
+    return calls
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "lengths_k", "options", "where"),
+    [
+        ((5, 5, 5), (5, 5, 5), {}, "batched"),
+        ((5, 5, 5), (7, 7, 7), {"causal": True}, "batched"),
+        ((7, 7), (5, 5), {"causal": True}, "packed"),
+        ((6, 6), (6, 6), {"window_size": (2, 1), "softcap": 5.0}, "batched"),
+        ((9,), (9,), {"causal": True}, "batched"),
+        ((9,), (9,), {}, "packed"),
+        ((5, 6), (5, 6), {}, "packed"),
+        ((5, 5), (5, 6), {}, "packed"),
+        ((5, 0), (5, 0), {}, "packed"),
+    ],
+)
+def test_where_it_goes(called, lengths, lengths_k, options, where, return_lse):
+    tensors, given = sequences(lengths, lengths_k, kv_heads=2, **options)
+    result = varlen_attention(*tensors, backend="flash_attn_3", return_lse=return_lse, **given)
+    assert called == [where]
+    assert isinstance(result, tuple) == return_lse
+    assert "flash_attn_3" in assert_right(*tensors, **given)
