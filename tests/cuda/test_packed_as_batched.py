@@ -1,5 +1,4 @@
-"""Packed sequences of one length go to FlashAttention 3's batched function, and only where that is faster and it takes
-them."""
+"""Packed sequences of one length go to FlashAttention 3's batched function, and only those."""
 
 from functools import wraps
 
@@ -41,7 +40,7 @@ def called(simulate, monkeypatch):
         ((7, 7), (5, 5), {"causal": True}, "packed"),
         ((6, 6), (6, 6), {"window_size": (2, 1), "softcap": 5.0}, "batched"),
         ((9,), (9,), {"causal": True}, "batched"),
-        ((9,), (9,), {}, "packed"),
+        ((9,), (9,), {}, "batched"),
         ((5, 6), (5, 6), {}, "packed"),
         ((5, 5), (5, 6), {}, "packed"),
         ((5, 0), (5, 0), {}, "packed"),
