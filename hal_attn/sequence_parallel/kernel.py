@@ -50,7 +50,7 @@ class Given(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Gradients of the rows of one call, float32."""
+    """Gradients of the rows of one call, in their dtype or in float32; a key row may be among them twice."""
 
     queries: RowSet
     query: Tensor
@@ -80,6 +80,10 @@ class LocalKernel(ABC):
     @abstractmethod
     def most_results(self) -> int:
         """How many results, over all hops, `forward` has for a query row at most."""
+
+    @abstractmethod
+    def calls_at(self, hop: int) -> int:
+        """How many calls that hop has: no key has more gradients there."""
 
     @abstractmethod
     def forward(
@@ -117,6 +121,9 @@ class PackedKernel(LocalKernel):
             whole += rows.all
             found.update(() if rows.all else rows.indices())
         return whole + max(found.values(), default=0)
+
+    def calls_at(self, hop: int) -> int:
+        return len(self.calls[hop])
 
     def forward(
         self, hop: int, query: Tensor, key: Tensor, value: Tensor, heads: slice, settings: Settings
@@ -275,6 +282,9 @@ class MaskedKernel(LocalKernel):
     @property
     def most_results(self) -> int:
         return len(self.hops)
+
+    def calls_at(self, hop: int) -> int:
+        return 1
 
     def forward(
         self, hop: int, query: Tensor, key: Tensor, value: Tensor, heads: slice, settings: Settings

@@ -142,7 +142,7 @@ class TorchCudnnBackend(BatchedKernel):
         def batched(tensor: Tensor) -> Tensor:
             # Contiguous, because the kernel takes the strides of output and its gradient from those of query.
             rows = aligned(tensor.contiguous(), self.head_dim_multiple)
-            return rows.unflatten(0, (sequences.count, -1)).transpose(1, 2)
+            return rows.view(sequences.count, -1, *rows.shape[1:]).transpose(1, 2)
 
         # Each row sees a key here, so that none has an LSE of -inf, which would make its weights infinite.
         whole = lse.unflatten(1, (sequences.count, -1)).transpose(0, 1)

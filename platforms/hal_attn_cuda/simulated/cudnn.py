@@ -88,20 +88,26 @@ class SimulatedCudnn:
         must((max_q, max_k) == (query.shape[2], key.shape[2]), "the lengths must be those of the tensors")
         must(grad_out.shape == out.shape == (*query.shape[:3], value.shape[3]), "output: wrong shape")
         # The graph is built with the order of query's dimensions for both.
-        for tensor in (grad_out, out):
-            must(tensor.transpose(1, 2).is_contiguous() == query.transpose(1, 2).is_contiguous(), "output: wrong layout")
+        rows = [tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out)]
+        must(all(tensor.is_contiguous() == rows[1].is_contiguous() for tensor in (rows[0], rows[4])), "wrong layout")
         must(logsumexp.shape == (*query.shape[:3], 1) and logsumexp.is_contiguous(), "logsumexp: wrong shape or layout")
         must(logsumexp.dtype == torch.float32, "logsumexp: wrong dtype")
         check_loads(grad_out, out)
         offsets = [range(0, (len(query) + 1) * length, length) for length in (max_q, max_k)]
-        found = partial_gradients_packed(
-            *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (grad_out, query, key, value, out)),
+        grad_out, query, key, value, out = (tensor.flatten(0, 1) for tensor in rows)
+        grads = partial_gradients_packed(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
             logsumexp.squeeze(-1).transpose(0, 1).flatten(1),
             *offsets,
             band=Band(right=0 if is_causal else None, top_left=True),
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
         )
-        return tuple(grad.unflatten(0, (len(query), -1)).transpose(1, 2) for grad in found)  # type: ignore[return-value]
+        found = [grad.unflatten(0, (len(rows[1]), -1)).transpose(1, 2) for grad in grads]
+        return found[0], found[1], found[2]
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> None:
         must(query.dtype in (torch.float16, torch.bfloat16), "cuDNN attention supports fp16 and bf16")
