@@ -6,6 +6,7 @@ from hal_attn_cuda.simulated.cudnn import SimulatedCudnn
 
 from hal_attn import AttentionBackend, PackedSequences, explain, varlen_attention
 from hal_attn.chunked import chunked_gradients
+from tests.cuda.hops import HOPS, backend_named, gradients_of_hops
 from tests.sequence_parallel.case import Case, Degrees, answer, judge
 from tests.support import assert_close_to_oracle, assert_right, dense, packed, randn
 
@@ -85,6 +86,13 @@ def test_equals_plain_pytorch(simulate, name, options):
 def test_equals_plain_pytorch_where_sequences_are_alike(simulate, name, shape, lengths, lengths_k, options):
     simulate("sm90")
     assert_equals_plain_pytorch(name, lengths, lengths_k, {"heads": 4, **shape}, **options)
+
+
+@pytest.mark.parametrize("name", HOPS)
+@pytest.mark.parametrize("backend", ["torch_cudnn", "torch_flash", "flash_attn_4"])
+def test_hops_add_up_to_the_whole(simulate, backend, name):
+    simulate("sm90")
+    gradients_of_hops(HOPS[name], backend_named(backend, "cpu"), "cpu")
 
 
 @pytest.mark.parametrize(
