@@ -167,6 +167,7 @@ class Engine:
         plans = self.turns(split)
         arriving = self._there_gradients(plans, 0, grads)
         totals = self._gradient_totals(split, turns[0])
+        leaving: list[Arriving] = []
         sink_grad = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         for index, (shares, turn) in enumerate(zip(plans, turns, strict=True)):
             received = arriving.wait()
@@ -177,7 +178,8 @@ class Engine:
             found = self._gradients(kernel, settings, turn, given)
             if sink_grad is not None and sinks is not None:
                 self._add_sink_gradient(sink_grad, sinks, turn, given)
-            totals = self._back_gradients(shares, found, totals).wait()
+            leaving.append(self._back_gradients(shares, found, totals))
+        totals = [gradients.wait() for gradients in leaving][-1]
         if sink_grad is not None and self.everyone is not None:
             dist.all_reduce(sink_grad, group=self.everyone)
         return totals[0], totals[1], totals[2], sink_grad

@@ -41,6 +41,13 @@ def test_the_next_heads_travel_while_these_are_computed(pool, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gradients_of_these_heads_travel_while_those_of_the_next_are_computed(pool, ranks):
+    case = Case(Degrees(ulysses=ranks), (24,), heads=4 * ranks, kv_heads=2 * ranks)
+    first, second = ["travel", "arrived", "travel", "attend", "travel"], ["arrived", "attend", "travel", "arrived"]
+    assert pool(ranks).run(events, case, True) == [[*first, *second]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_keys_travel_while_the_gradients_of_own_ones_are_computed(pool, ranks):
     there, home = ["travel", "attend", "arrived", "attend"], ["travel", "arrived"]
     case = Case(Degrees(kv_gather=ranks), (24,))
