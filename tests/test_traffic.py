@@ -16,6 +16,7 @@ from hal_attn.sequence_parallel.traffic import Share, Traffic, traffic
 
 HEADS = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "value_head_dim": 4}
 SIZES = (*HEADS.values(), 4)
+DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = {
     "dense": {"batch": 2, "seqlen": 13},
     "causal": {"lengths": [17, 1, 0, 9], "causal": True},
@@ -60,6 +61,22 @@ def size(tensor):
     return tensor.numel() * tensor.element_size()
 
 
+def counted(plan, dtype):
+    """(bytes forward, bytes with gradients), and what the plan says of both."""
+    rows = ((plan.rows, 6, 8), (plan.rows_kv, 3, 8), (plan.rows_kv, 3, 4))
+    batch = (-1,) if plan.description.batch is None else (plan.description.batch, -1)
+    tensors = [torch.randn(r.count, h, d, dtype=dtype).view(*batch, h, d).requires_grad_() for r, h, d in rows]
+    forward, backward = Counter(), Counter()
+    plan.attention(*tensors)  # agree on a backend first
+    with forward.watching():
+        output = plan.attention(*tensors)
+    with backward.watching():
+        output.sum().backward()
+    sizes = (*HEADS.values(), dtype.itemsize)
+    predicted = [traffic(plan, *sizes, backward=wanted) for wanted in (False, True)]
+    return (forward.sent, forward.sent + backward.sent), predicted
+
+
 def run_rank(rank, ranks, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
@@ -68,17 +85,9 @@ def run_rank(rank, ranks, folder):
         groups = SequenceParallelGroups.create(**degrees)
         for name, shape in SHAPES.items():
             plan = groups.plan(**shape, **HEADS)
-            rows = ((plan.rows, 6, 8), (plan.rows_kv, 3, 8), (plan.rows_kv, 3, 4))
-            batch = (2, -1) if "batch" in shape else (-1,)
-            tensors = [torch.randn(r.count, h, d).view(*batch, h, d).requires_grad_() for r, h, d in rows]
-            forward, backward = Counter(), Counter()
-            plan.attention(*tensors)  # agree on a backend first
-            with forward.watching():
-                output = plan.attention(*tensors)
-            with backward.watching():
-                output.sum().backward()
-            predicted = [traffic(plan, *SIZES, backward=wanted) for wanted in (False, True)]
-            found[groups.mode, name] = ((forward.sent, forward.sent + backward.sent), predicted)
+            for dtype in DTYPES:
+                key = (groups.mode, name) if dtype == torch.float32 else (groups.mode, name, str(dtype))
+                found[key] = counted(plan, dtype)
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

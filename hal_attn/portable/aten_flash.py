@@ -121,7 +121,7 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
         offsets = sequences.offsets(query.device)
         lengths = longest_lengths(sequences, KernelCall(scale=scale, left=left, right=right))
         # Without dropout nothing is read from the random state.
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        state = torch.empty(2, dtype=torch.uint64, device=query.device)
         options = {"scale": scale, **_window(left, right)}
         operator: Callable[..., tuple[Tensor, Tensor, Tensor]] = getattr(self.library, BACKWARD)
         found = operator(*rows, whole, *offsets, *lengths, 0.0, right == 0, state, state[:0], **options)

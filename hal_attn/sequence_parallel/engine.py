@@ -27,10 +27,11 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hal_attn.kernels import with_sinks
-from hal_attn.sequence_parallel.exchange import Exchange, NoExchange
+from hal_attn.sequence_parallel.exchange import Exchange
 from hal_attn.sequence_parallel.heads import HeadShare, HeadSplit, pipeline
 from hal_attn.sequence_parallel.kernel import Given, LocalKernel, Settings
-from hal_attn.sequence_parallel.partial import PartialStates
+from hal_attn.sequence_parallel.partial import GradientSum, PartialStates
+from hal_attn.sequence_parallel.peers import Tensors
 from hal_attn.sequence_parallel.spans import Span
 from hal_attn.sequence_parallel.ulysses import Arriving, HeadExchange, SideRows
 from hal_attn.sequence_parallel.work import RowSet
@@ -58,7 +59,7 @@ class Engine:
     Attributes:
         heads: the exchange of heads; None where one rank has them all. queries, keys: the rows on both sides of it.
         exchange: the exchange of keys, among the ranks of `group`; `first` is its coordinate 0.
-        own_keys: rows of the chunk's keys that travel; replicated_q, replicated_k: rows that every rank holds.
+        replicated_q, replicated_k: rows of the chunk that every rank holds.
         everyone: the group of all ranks of the plan; None for one.
     """
 
@@ -69,7 +70,6 @@ class Engine:
     exchange: Exchange
     group: dist.ProcessGroup | None
     first: bool
-    own_keys: RowSet
     replicated_q: RowSet
     replicated_k: RowSet
     rows_q: int
@@ -125,7 +125,7 @@ class Engine:
                 for rows, output, lse in kernel.forward(hop, query, k, v, heads, settings):
                     states.add(rows, output, lse)
 
-        self.exchange.forward(self._travelling(key, value), consume)
+        self.exchange.forward((key, value), consume)
         self._join_replicated(states)
         output, lse = states.output, states.lse
         if sinks is not None:
@@ -162,11 +162,12 @@ class Engine:
         grads: tuple[Tensor, Tensor | None],
         sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of query, key, value `[T, H, d]` (float32) and of the sinks `[H]`."""
+        """Gradients of query, key, value `[T, H, d]`, in their dtype or in float32, and of the sinks `[H]`."""
         split = HeadSplit(*sizes, self.ranks)
         plans = self.turns(split)
         arriving = self._there_gradients(plans, 0, grads)
         totals = self._gradient_totals(split, turns[0])
+        leaving: list[Arriving] = []
         sink_grad = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         for index, (shares, turn) in enumerate(zip(plans, turns, strict=True)):
             received = arriving.wait()
@@ -177,7 +178,8 @@ class Engine:
             found = self._gradients(kernel, settings, turn, given)
             if sink_grad is not None and sinks is not None:
                 self._add_sink_gradient(sink_grad, sinks, turn, given)
-            totals = self._back_gradients(shares, found, totals).wait()
+            leaving.append(self._back_gradients(shares, found, totals))
+        totals = [gradients.wait() for gradients in leaving][-1]
         if sink_grad is not None and self.everyone is not None:
             dist.all_reduce(sink_grad, group=self.everyone)
         return totals[0], totals[1], totals[2], sink_grad
@@ -200,31 +202,36 @@ class Engine:
         self, kernel: LocalKernel, settings: Settings, turn: Turn, given: Given
     ) -> tuple[Tensor, Tensor, Tensor]:
         share, heads = turn.share, slice(*turn.share.queries)
-        query_grad = torch.zeros(turn.query.shape, dtype=torch.float32, device=turn.query.device)
-        kept = torch.zeros(*turn.key.shape[:2], turn.key.shape[2] + turn.value.shape[2], device=turn.key.device)
+        keys = (turn.key, turn.value)
+        # What is added up over ranks afterwards is not rounded before; what goes straight home, as kernels do.
+        query_sum = _sum_of(turn.query, kernel.most_results, self.replicated_q)
+        own = [_sum_of(tensor, kernel.calls_at(0) + self.exchange.coming, self.replicated_k) for tensor in keys]
+        travelling = turn.query.dtype if self.exchange.straight else torch.float32
 
-        def contribute(hop: int, tensors: tuple[Tensor, ...]) -> Tensor:
-            keys, values = (turn.key, turn.value) if hop == 0 else tensors
-            total = kept if hop == 0 else kept.new_zeros(keys.shape[0], *kept.shape[1:])
+        def contribute(hop: int, tensors: Tensors) -> Tensors:
+            sums = own if hop == 0 else [_sum_of(tensor, kernel.calls_at(hop)) for tensor in tensors]
             if turn.query.shape[1]:
-                read = (_read(keys, share), _read(values, share))
-                for part in kernel.backward(hop, turn.query, *read, given, heads, settings):
-                    part.queries.add(query_grad, part.query)
-                    part.keys.add(total, _written(torch.cat([part.key, part.value], -1), share, keys.shape[1]))
-            return self.own_keys.take(kept) if hop == 0 else total
+                read = [_read(tensor, share) for tensor in tensors]
+                for part in kernel.backward(hop, turn.query, read[0], read[1], given, heads, settings):
+                    query_sum.add(part.queries, part.query)
+                    for key_sum, gradient in zip(sums, (part.key, part.value), strict=True):
+                        key_sum.add(part.keys, _written(gradient, share, turn.key.shape[1]))
+            return tuple(key_sum.total if hop == 0 else key_sum.total.to(travelling) for key_sum in sums)
 
-        own = self.exchange.backward(self._travelling(turn.key, turn.value), contribute)
-        if isinstance(self.exchange, NoExchange):
-            return (query_grad, *_parted(kept, turn.key))
-        self.own_keys.put(kept, own)
-        self._sum_replicated(query_grad, self.replicated_q)
-        self._sum_replicated(kept, self.replicated_k)
-        return (query_grad, *_parted(kept, turn.key))
+        def receive(rows: RowSet, gradients: Tensors) -> None:
+            for key_sum, gradient in zip(own, gradients, strict=True):
+                key_sum.add(rows, gradient)
+
+        self.exchange.backward(keys, contribute, receive)
+        self._sum_replicated(query_sum.total, self.replicated_q)
+        for key_sum in own:
+            self._sum_replicated(key_sum.total, self.replicated_k)
+        return query_sum.total, own[0].total, own[1].total
 
     def _sum_replicated(self, gradient: Tensor, rows: RowSet) -> None:
         """Add up what each rank of the exchange found for rows that all of them hold."""
         if self.group is not None and rows.count:
-            part = rows.take(gradient).contiguous()
+            part = rows.take(gradient).float().contiguous()
             dist.all_reduce(part, group=self.group)
             rows.put(gradient, part)
 
@@ -279,18 +286,15 @@ class Engine:
         rows = (self.queries, self.keys, self.keys)
         return self.heads.back(list(zip(tensors, rows, (queries, keys, keys), strict=True)), totals)
 
-    def _travelling(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if isinstance(self.exchange, NoExchange):
-            return key, value
-        return self.own_keys.take(key), self.own_keys.take(value)
-
 
 def _spans(shares: Sequence[HeadShare]) -> tuple[list[Span], list[Span]]:
     return [share.queries for share in shares], [share.keys for share in shares]
 
 
-def _parted(buffer: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    return buffer[..., : key.shape[2]], buffer[..., key.shape[2] :]
+def _sum_of(tensor: Tensor, parts: int, replicated: RowSet | None = None) -> GradientSum:
+    """Of at most `parts` gradients a row, and of more where ranks add up theirs of replicated rows."""
+    few = parts <= 2 and (replicated is None or not replicated.count)
+    return GradientSum(tensor, tensor.dtype if few else torch.float32)
 
 
 def _read(keys: Tensor, share: HeadShare) -> Tensor:
@@ -303,7 +307,7 @@ def _written(gradient: Tensor, share: HeadShare, kv_heads: int) -> Tensor:
     """The gradient of `_read`."""
     if share.repeat is None:
         return gradient
-    total = gradient.new_zeros(gradient.shape[0], kv_heads, gradient.shape[2])
+    total = gradient.new_zeros(gradient.shape[0], kv_heads, gradient.shape[2], dtype=torch.float32)
     for place, head in enumerate(share.repeat):
         total[:, head] += gradient[:, place]
     return total

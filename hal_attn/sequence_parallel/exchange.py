@@ -9,7 +9,10 @@ hop 3 (2 is seen by nobody)           k1        k2        k3        k0      sent
 
 Keys and values travel as they are, one collective each: joining them first would read and write them once more. An
 exchange hands the tensors of each hop to a function as they arrive; the next ones travel while that function works.
-Backward, gradients (float32) come home to the owner of the keys.
+
+Backward, keys travel so again, and their gradients come home to the owner, whose own part waits for them there. What
+goes straight home is one rank's part, rounded as a kernel gives it: the owner adds it up. In a ring of more hops each
+rank adds its part to what comes along, in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from hal_attn.sequence_parallel.peers import PeerCopies, Tensors
 from hal_attn.sequence_parallel.work import RowSet
 
 Consume = Callable[[int, Tensors], None]
-Contribute = Callable[[int, Tensors], Tensor]
+Contribute = Callable[[int, Tensors], Tensors]
+Receive = Callable[[RowSet, Tensors], None]
 
 
 class Transfer(Protocol):
@@ -65,7 +69,7 @@ class _Transfer:
         self.wait()
 
 
-_NOTHING = _Transfer((), (), ())
+_NOTHING: Transfer = _Transfer((), (), ())
 
 
 @contextmanager
@@ -80,25 +84,42 @@ def _ending(*transfers: Transfer) -> Iterator[None]:
 
 
 class Exchange(ABC):
-    """Moves tensors `[T, ...]`, the rows of one plan's keys, among the ranks of its exchange group."""
+    """Moves key and value `[T, ...]` of one plan among the ranks of its exchange group.
+
+    Attributes:
+        coming: how many parts of a key's gradient come home at most.
+        straight: each part comes home by itself.
+    """
+
+    @property
+    @abstractmethod
+    def coming(self) -> int: ...
+
+    @property
+    def straight(self) -> bool:
+        return True
 
     @abstractmethod
-    def forward(self, own: Tensors, consume: Consume) -> None:
-        """`consume(hop, tensors)` for each hop, 0 being `own`."""
+    def forward(self, keys: Tensors, consume: Consume) -> None:
+        """`consume(hop, tensors)` for each hop; hop 0 has `keys`, all that are here, and the others what arrived."""
 
     @abstractmethod
-    def backward(self, own: Tensors, contribute: Contribute) -> Tensor:
-        """The gradient of `own`, float32: the sum, over all ranks, of what `contribute(hop, tensors)` gives for it."""
+    def backward(self, keys: Tensors, contribute: Contribute, receive: Receive) -> None:
+        """`contribute(hop, tensors)` for each hop gives their gradients by what is here, in a dtype that all ranks have
+        alike, float32 where not `straight`. Those of hop 0 stay; what comes home from others goes to `receive(rows,
+        gradients)`, after hop 0, and must not be kept."""
 
 
 class NoExchange(Exchange):
     """One rank, which holds every key."""
 
-    def forward(self, own: Tensors, consume: Consume) -> None:
-        consume(0, own)
+    coming = 0
 
-    def backward(self, own: Tensors, contribute: Contribute) -> Tensor:
-        return contribute(0, own)
+    def forward(self, keys: Tensors, consume: Consume) -> None:
+        consume(0, keys)
+
+    def backward(self, keys: Tensors, contribute: Contribute, receive: Receive) -> None:
+        contribute(0, keys)
 
 
 @dataclass(frozen=True)
@@ -109,60 +130,79 @@ class RingExchange(Exchange):
     Attributes:
         coordinate: this rank's place in the ring, as in the group.
         hops: how far the keys have come at each hop, from 0; hops that nobody needs are not among them.
-        rows: rows of each coordinate's keys.
-        peers: the quicker way for keys, where there is one.
+        rows: rows of each coordinate's keys; `own`, which of the keys here are this rank's and travel.
+        peers: the quicker way for keys, and for gradients that go `straight` home, where there is one.
     """
 
     group: dist.ProcessGroup
     coordinate: int
     hops: tuple[int, ...]
     rows: tuple[int, ...]
+    own: RowSet
     peers: PeerCopies | None = None
 
-    def forward(self, own: Tensors, consume: Consume) -> None:
-        held = own
-        arrived: Transfer = _NOTHING
+    @property
+    def coming(self) -> int:
+        return min(1, len(self.hops) - 1)
+
+    @property
+    def straight(self) -> bool:
+        return len(self.hops) <= 2
+
+    def forward(self, keys: Tensors, consume: Consume) -> None:
+        held, arrived = keys, _NOTHING
         for index in range(len(self.hops)):
-            sent: Transfer = self._send_keys(held, index) if index + 1 < len(self.hops) else _NOTHING
+            sent = self._send_keys(self._travelling(held, index), index)
             with _ending(arrived, sent):
                 consume(index, held)
             arrived.done()
             held, arrived = sent.wait(), sent
 
-    def backward(self, own: Tensors, contribute: Contribute) -> Tensor:
-        held = own
-        arriving: _Transfer | None = None
+    def backward(self, keys: Tensors, contribute: Contribute, receive: Receive) -> None:
+        held, arrived, gradients = keys, _NOTHING, _NOTHING
         for index in range(len(self.hops)):
-            sent = self._send_on(held, index) if index + 1 < len(self.hops) else None
-            gradient = contribute(index, held)
-            if arriving is not None:
-                gradient = gradient + arriving.wait()[0]
-            if index == len(self.hops) - 1:
-                return self._transfer((gradient,), -self.hops[index], self.coordinate).wait()[0]
-            arriving = self._send_on((gradient,), index)
-            assert sent is not None
-            held = sent.wait()
-        raise AssertionError("a ring has at least one hop")
+            sent = self._send_keys(self._travelling(held, index), index)
+            with _ending(arrived, sent, gradients):
+                parts = contribute(index, held)
+            arrived.done()
+            if index > 1:
+                parts = tuple(part + before for part, before in zip(parts, gradients.wait(), strict=True))
+            if index:
+                gradients = self._send_gradients(parts, index)
+            held, arrived = sent.wait(), sent
+        if len(self.hops) > 1:
+            receive(self.own, gradients.wait())
+            gradients.done()
+
+    def _travelling(self, held: Tensors, index: int) -> Tensors:
+        """Of the keys at a hop, those that go on."""
+        return held if index else tuple(self.own.take(tensor) for tensor in held)
 
     def source(self, index: int) -> int:
         """Whose keys this rank holds at that hop."""
         return (self.coordinate - self.hops[index]) % len(self.rows)
 
     def _send_keys(self, held: Tensors, index: int) -> Transfer:
-        places, source = self.hops[index + 1] - self.hops[index], self.source(index + 1)
-        if self.peers is not None and self.peers.take(held):
-            to = (self.coordinate + places) % len(self.rows)
-            return self.peers.send(held, to, self.rows[source], max(self.rows))
-        return self._send_on(held, index)
+        """On from a hop; from the last one nowhere."""
+        if index + 1 == len(self.hops):
+            return _NOTHING
+        places = self.hops[index + 1] - self.hops[index]
+        return self._transfer(held, places, self.source(index + 1), self.peers)
 
-    def _send_on(self, held: Tensors, index: int) -> _Transfer:
-        return self._transfer(held, self.hops[index + 1] - self.hops[index], self.source(index + 1))
+    def _send_gradients(self, parts: Tensors, index: int) -> Transfer:
+        """On with their keys, and from the last hop home."""
+        if index + 1 < len(self.hops):
+            places, source = self.hops[index + 1] - self.hops[index], self.source(index + 1)
+        else:
+            places, source = -self.hops[index], self.coordinate
+        # Two slots are for one transfer at a time and its reader, and a slot has no room for float32.
+        return self._transfer(parts, places, source, self.peers if self.straight else None)
 
-    def _transfer(self, held: Tensors, places: int, source: int) -> _Transfer:
+    def _transfer(self, held: Tensors, places: int, source: int, peers: PeerCopies | None) -> Transfer:
         """Send `held` on by `places`, and receive what comes by as many, the tensors of coordinate `source`."""
         size = len(self.rows)
-        if places % size == 0:
-            return _Transfer(held, [], held)
+        if peers is not None and peers.take(held):
+            return peers.send(held, (self.coordinate + places) % size, self.rows[source], max(self.rows))
         sends, receives = [0] * size, [0] * size
         sends[(self.coordinate + places) % size] = held[0].shape[0]
         receives[(self.coordinate - places) % size] = self.rows[source]
@@ -174,8 +214,8 @@ class GatherExchange(Exchange):
     """All that the local queries can see, from all ranks at once.
 
     Attributes:
-        sends: by coordinate, which own rows it sees; `receives`, how many rows of it are seen here. Own: none.
-        peers: the quicker way for keys between two ranks, where there is one.
+        sends: by coordinate, which keys here it sees; `receives`, how many rows of it are seen here. Own: none.
+        peers: the quicker way between two ranks, where there is one.
     """
 
     group: dist.ProcessGroup
@@ -183,35 +223,42 @@ class GatherExchange(Exchange):
     receives: tuple[int, ...]
     peers: PeerCopies | None = None
 
-    def forward(self, own: Tensors, consume: Consume) -> None:
-        sent = self._send_keys(own)
+    @property
+    def coming(self) -> int:
+        return sum(rows.count > 0 for rows in self.sends)
+
+    def forward(self, keys: Tensors, consume: Consume) -> None:
+        sent = self._gather(keys)
         with _ending(sent):
-            consume(0, own)
+            consume(0, keys)
             consume(1, sent.wait())
         sent.done()
 
-    def backward(self, own: Tensors, contribute: Contribute) -> Tensor:
-        sent = self._gather(own)
-        gradient = contribute(0, own)
-        others = contribute(1, sent.wait())
+    def backward(self, keys: Tensors, contribute: Contribute, receive: Receive) -> None:
+        sent = self._gather(keys)
+        with _ending(sent):
+            contribute(0, keys)
+            parts = contribute(1, sent.wait())
+        sent.done()
         counts = [rows.count for rows in self.sends]
-        home = _all_to_all(self.group, (others,), self.receives, counts).wait()[0]
-        for rows, part in zip(self.sends, home.split(counts), strict=True):
-            rows.add(gradient, part)
-        return gradient
+        gradients = self._exchanged(parts, self.receives, counts)
+        arrived = gradients.wait()
+        for rows, *part in zip(self.sends, *(tensor.split(counts) for tensor in arrived), strict=True):
+            if rows.count:
+                receive(rows, tuple(part))
+        gradients.done()
 
-    def _send_keys(self, own: Tensors) -> Transfer:
-        # A slot has room for the keys of one rank.
-        if self.peers is not None and len(self.sends) == 2 and self.peers.take(own):
+    def _gather(self, keys: Tensors) -> Transfer:
+        parts = tuple(_joined([rows.take(tensor) for rows in self.sends if rows.count], tensor) for tensor in keys)
+        return self._exchanged(parts, [rows.count for rows in self.sends], self.receives)
+
+    def _exchanged(self, tensors: Tensors, sends: Sequence[int], receives: Sequence[int]) -> Transfer:
+        """Rows of `tensors` by destination, for rows by source."""
+        # A slot has room for what one rank sends.
+        if self.peers is not None and len(sends) == 2 and self.peers.take(tensors):
             to = 1 - dist.get_rank(self.group)
-            keys = tuple(self.sends[to].take(tensor) for tensor in own)
-            rows = self.receives[to]
-            return self.peers.send(keys, to, rows, max(rows, self.sends[to].count))
-        return self._gather(own)
-
-    def _gather(self, own: Tensors) -> _Transfer:
-        parts = tuple(_joined([rows.take(tensor) for rows in self.sends if rows.count], tensor) for tensor in own)
-        return _all_to_all(self.group, parts, [rows.count for rows in self.sends], self.receives)
+            return self.peers.send(tensors, to, receives[to], max(sends[to], receives[to]))
+        return _all_to_all(self.group, tensors, sends, receives)
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:

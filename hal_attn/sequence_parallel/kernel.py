@@ -50,7 +50,7 @@ class Given(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Gradients of the rows of one call, float32."""
+    """Gradients of the rows of one call, in their dtype or in float32; a key row may be among them twice."""
 
     queries: RowSet
     query: Tensor
@@ -80,6 +80,10 @@ class LocalKernel(ABC):
     @abstractmethod
     def most_results(self) -> int:
         """How many results, over all hops, `forward` has for a query row at most."""
+
+    @abstractmethod
+    def calls_at(self, hop: int) -> int:
+        """How many calls that hop has: no key has more gradients there."""
 
     @abstractmethod
     def forward(
@@ -117,6 +121,9 @@ class PackedKernel(LocalKernel):
             whole += rows.all
             found.update(() if rows.all else rows.indices())
         return whole + max(found.values(), default=0)
+
+    def calls_at(self, hop: int) -> int:
+        return len(self.calls[hop])
 
     def forward(
         self, hop: int, query: Tensor, key: Tensor, value: Tensor, heads: slice, settings: Settings
@@ -207,13 +214,16 @@ def _packed_gradients(
 
 def _with_backward(call: Call, rows: tuple[Tensor, Tensor, Tensor], settings: Settings) -> tuple[AttentionBackend, ...]:
     """Backends of this platform that take the call and have a backward pass for some of the keys, the fastest first; an
-    inference kernel may have made the output."""
+    inference kernel may have made the output. Sequences that are alike are a batch, and have its order."""
 
     def find() -> tuple[AttentionBackend, ...]:
         options = {"causal": call.causal, "window_size": call.window_size, "scale": settings.scale}
+        sequences: PackedSequences | None = call.sequences
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in rows]
-            selection = explain(*leaves, sequences=call.sequences, **options)  # type: ignore[arg-type]
+            if call.sequences.uniform:
+                sequences, leaves = None, [leaf.unflatten(0, (call.sequences.count, -1)) for leaf in leaves]
+            selection = explain(*leaves, sequences=sequences, **options)  # type: ignore[arg-type]
         able = (candidate.backend for candidate in selection.considered if not candidate.refusals)
         none = AttentionBackend.backward_varlen
         return tuple(backend for backend in able if type(backend).backward_varlen is not none)
@@ -272,6 +282,9 @@ class MaskedKernel(LocalKernel):
     @property
     def most_results(self) -> int:
         return len(self.hops)
+
+    def calls_at(self, hop: int) -> int:
+        return 1
 
     def forward(
         self, hop: int, query: Tensor, key: Tensor, value: Tensor, heads: slice, settings: Settings

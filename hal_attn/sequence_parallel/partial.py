@@ -1,4 +1,4 @@
-"""Partial results joined as they come: output and LSE, each row by the states that reached it."""
+"""Partial results joined as they come: output and LSE, each row by the states that reached it; gradients added up."""
 
 from __future__ import annotations
 
@@ -71,6 +71,39 @@ class PartialStates:
             self._output = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self._lse = torch.full((heads, rows), -torch.inf, dtype=torch.float32, device=self.device)
         return self._output, self._lse
+
+
+class GradientSum:
+    """The gradient of a tensor `[T, H, d]`, added up from those of its rows; 0 where none comes.
+
+    Args:
+        dtype: of the sum. float32, unless no row has more than two parts: those are added in float32 and rounded once,
+            whichever dtype holds the first.
+
+    One part for all rows is kept as it is, in its own dtype, until a second one is added; then it changes in place.
+    """
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        self._like = tensor
+        self._dtype = dtype
+        self._total: Tensor | None = None
+
+    def add(self, rows: RowSet, part: Tensor) -> None:
+        """Add `part` `[T', H, d]` to `rows`."""
+        if self._total is None and rows.all:
+            self._total = part
+            return
+        # Only an index can name a row twice.
+        dtype = self._dtype if rows.index is None else torch.float32
+        self._total = self.total.to(torch.promote_types(self.total.dtype, dtype))
+        rows.add(self._total, part)
+
+    @property
+    def total(self) -> Tensor:
+        """The sum so far."""
+        if self._total is None:
+            self._total = torch.zeros_like(self._like, dtype=self._dtype, memory_format=torch.contiguous_format)
+        return self._total
 
 
 def share(lse: Tensor, joined: Tensor) -> Tensor:

@@ -160,7 +160,6 @@ class Plan:
             self._exchange(),
             groups.exchanging,
             rank == 0,
-            RowSet.of_index(schedule.chunks_k[rank].own, schedule.chunks_k[rank].count),
             RowSet.of_index(chunk_q.replicated, chunk_q.count),
             RowSet.of_index(schedule.chunks_k[rank].replicated, schedule.chunks_k[rank].count),
             chunk_q.count,
@@ -183,11 +182,12 @@ class Plan:
         groups, schedule = self.groups, self.schedule
         if groups.exchanging is None:
             return NoExchange()
+        rank = groups.exchange_rank
         if groups.kv_gather > 1:
-            own = groups.exchange_rank
-            return GatherExchange(groups.exchanging, schedule.sends(own), schedule.receives(own), groups.peers)
+            return GatherExchange(groups.exchanging, schedule.sends(rank), schedule.receives(rank), groups.peers)
         counts = tuple(rows.count for rows in schedule.travelling)
-        return RingExchange(groups.exchanging, groups.exchange_rank, schedule.hops, counts, groups.peers)
+        own = RowSet.of_index(schedule.chunks_k[rank].own, schedule.chunks_k[rank].count)
+        return RingExchange(groups.exchanging, rank, schedule.hops, counts, own, groups.peers)
 
     @cached_property
     def _packed_kernel(self) -> PackedKernel:

@@ -91,8 +91,8 @@ class Schedule:
         return apart
 
     def sends(self, rank: int) -> tuple[RowSet, ...]:
-        """By destination, the rows of `travelling[rank]` that it is sent in the gather."""
-        own = self.travelling[rank]
+        """By destination, the rows of `chunks_k[rank]` that it is sent in the gather."""
+        own = self.chunks_k[rank]
         place = torch.full((sum(own.lengths),), -1, dtype=torch.int64)
         place[own.tokens] = torch.arange(own.count)
         return tuple(

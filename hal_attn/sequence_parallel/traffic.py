@@ -7,7 +7,7 @@ Counted from the plan on the host; nothing is communicated. Three kinds of traff
 | heads    | rows of all heads to where their heads are, and   | the same without room for alignment and without the   |
 |          | output and LSE back                               | LSE; gradients of q, k, v in their own dtype          |
 | keys     | a ring: every buffer that passes through here;    | each own row of K and V once to each rank that sees   |
-|          | a gather: own rows to each rank that sees them    | it; backward again, and its float32 gradient back     |
+|          | a gather: own rows to each rank that sees them    | it; backward again, and its gradient back             |
 | states   | states of replicated queries to all, and their    | a sum over n ranks, 2 (n - 1) / n of its size sent    |
 |          | gradients                                         | by each                                               |
 
@@ -88,7 +88,7 @@ def traffic(
     turns = plan.engine.turns(split)
     found = []
     if plan.groups.ulysses > 1:
-        found.append(_of_heads(plan, turns, sizes))
+        found.append(_of_heads(plan, turns, sizes, _FLOAT32 if split.shared else itemsize))
     if plan.groups.exchange_degree > 1:
         shares = [turn[plan.groups.ulysses_rank] for turn in turns]
         found.append(_of_keys(plan, shares, sizes))
@@ -100,12 +100,12 @@ def traffic(
 # Heads
 
 
-def _of_heads(plan: Plan, turns: Sequence[Sequence[HeadShare]], sizes: Sizes) -> Share:
-    blocks = [block for turn in turns for block in _head_blocks(plan, turn, sizes)]
+def _of_heads(plan: Plan, turns: Sequence[Sequence[HeadShare]], sizes: Sizes, of_gradient: int) -> Share:
+    blocks = [block for turn in turns for block in _head_blocks(plan, turn, sizes, of_gradient)]
     return Share("heads", sum(padded_size(sent) for sent, _ in blocks), sum(least for _, least in blocks))
 
 
-def _head_blocks(plan: Plan, turn: Sequence[HeadShare], sizes: Sizes) -> Iterator[tuple[int, int]]:
+def _head_blocks(plan: Plan, turn: Sequence[HeadShare], sizes: Sizes, of_gradient: int) -> Iterator[tuple[int, int]]:
     """(bytes, least) of each tensor that goes to another rank in one turn of heads."""
     own, engine = plan.groups.ulysses_rank, plan.engine
     rows_q, rows_k = engine.queries.own.count, engine.keys.own.count
@@ -126,7 +126,7 @@ def _head_blocks(plan: Plan, turn: Sequence[HeadShare], sizes: Sizes) -> Iterato
             yield given, given
             numbers = [results * queries * sizes.head_dim, keys * kept * sizes.head_dim]
             numbers.append(keys * kept * sizes.value_head_dim)
-            yield from ((count * _FLOAT32, count * sizes.itemsize) for count in numbers)
+            yield from ((count * of_gradient, count * sizes.itemsize) for count in numbers)
 
 
 def _held(rows: SideRows, rank: int) -> int:
@@ -142,11 +142,12 @@ def _of_keys(plan: Plan, shares: Sequence[HeadShare], sizes: Sizes) -> Share:
     to_others = sum(needed(rank, here).count for rank in ranks if rank != here)
     from_others = sum(needed(here, rank).count for rank in ranks if rank != here)
     forward, gradients = _travelling(plan)
+    of_gradient = sizes.itemsize if plan.engine.exchange.straight else _FLOAT32
     numbers = sizes.key_row * sum(share.keys.length for share in shares)
     sent, least = forward * sizes.itemsize, to_others * sizes.itemsize
     if sizes.backward:
-        sent = 2 * sent + gradients * _FLOAT32
-        least = 2 * least + from_others * _FLOAT32
+        sent = 2 * sent + gradients * of_gradient
+        least = 2 * least + from_others * sizes.itemsize
     return Share("keys", sent * numbers, least * numbers)
 
 
@@ -157,8 +158,8 @@ def _travelling(plan: Plan) -> tuple[int, int]:
         return sum(rows.count for rows in exchange.sends), sum(exchange.receives)
     assert isinstance(exchange, RingExchange)
     held = [exchange.rows[exchange.source(index)] for index in range(len(exchange.hops))]
-    # Each gradient goes on with its keys, and from the last hop home; what was computed at hop 0 starts with the next.
-    return sum(held[:-1]), sum(held) if len(held) > 1 else 0
+    # From hop 1 the gradient of what is held goes on with it, and from the last hop home.
+    return sum(held[:-1]), sum(held[1:])
 
 
 # States

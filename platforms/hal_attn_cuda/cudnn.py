@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hal_attn.capabilities import Capabilities
-from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult
+from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, to_head_dim
+from hal_attn.packing import PackedSequences
 from hal_attn.portable.bias import joined_bias
 from hal_attn.portable.flash_rules import positive_scale_rule
 from hal_attn.portable.generation import capability_rule, compute_capability
@@ -18,8 +19,10 @@ from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 
 OPERATOR = "_scaled_dot_product_cudnn_attention"
+BACKWARD = "_scaled_dot_product_cudnn_attention_backward"
 WITHOUT_DROPOUT = range(91101, 91400)
 WITH_WIDE_HEADS = 91000
+WITH_GRADIENTS = 128
 LATEST = 121
 
 
@@ -111,6 +114,55 @@ class TorchCudnnBackend(BatchedKernel):
         operator: Callable[..., tuple[Tensor, ...]] = getattr(self.library, OPERATOR)
         output, lse, *_ = operator(*rows, bias, with_lse, call.dropout_p, causal, False, scale=call.scale)
         return output.transpose(1, 2), lse.flatten(2) if call.needs_lse else None
+
+    def backward_varlen(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        *,
+        sequences: PackedSequences,
+        scale: float,
+        causal: bool,
+        window_size: tuple[int, int] | None,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """By the operator that its own backward pass ends in, for sequences that are alike: a batch. PyTorch's context
+        parallelism calls it so too, with the LSE of the whole result as its own."""
+        dims = query.shape[-1], value.shape[-1]
+        apart = deterministic or window_size is not None or max(dims) > WITH_GRADIENTS
+        if apart or not _a_batch(sequences, causal) or not hasattr(self.library, BACKWARD):
+            return None
+        query, key, value = self._padded(query, key, value)
+        grad_output, output = (to_head_dim(tensor, value.shape[-1]) for tensor in (grad_output, output))
+
+        def batched(tensor: Tensor) -> Tensor:
+            # Contiguous, because the kernel takes the strides of output and its gradient from those of query.
+            rows = aligned(tensor.contiguous(), self.head_dim_multiple)
+            return rows.view(sequences.count, -1, *rows.shape[1:]).transpose(1, 2)
+
+        # Each row sees a key here, so that none has an LSE of -inf, which would make its weights infinite.
+        whole = lse.unflatten(1, (sequences.count, -1)).transpose(0, 1)
+        rows = [batched(tensor) for tensor in (grad_output, query, key, value, output)]
+        # Without dropout nothing is read from the random state.
+        state = torch.empty((), dtype=torch.int64, device=query.device)
+        given = (whole.contiguous().unsqueeze(-1), state, state, None, None, None)
+        lengths = (sequences.max_seqlen, sequences.max_seqlen_k)
+        operator: Callable[..., tuple[Tensor, ...]] = getattr(self.library, BACKWARD)
+        grads = operator(*rows, *given, *lengths, 0.0, causal, scale=scale)
+        found = [grad.transpose(1, 2).flatten(0, 1) for grad in grads]
+        return found[0][..., : dims[0]], found[1][..., : dims[0]], found[2][..., : dims[1]]
+
+
+def _a_batch(sequences: PackedSequences, causal: bool) -> bool:
+    """The sequences are known to be alike, of two rows and more, and a triangle of theirs is also a top-left one."""
+    if sequences.cu_seqlens_host is None or not sequences.uniform or sequences.count == 0:
+        return False
+    alike = sequences.max_seqlen == sequences.max_seqlen_k
+    return min(sequences.max_seqlen, sequences.max_seqlen_k) > 1 and (alike or not causal)
 
 
 def _with_hidden_key(key: Tensor, value: Tensor, bias: Tensor | None, seqlen_q: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ PAIRS = [
     *((simulated_flash_attn_4("sm90"), name, "flash_attn.cute") for name in FUNCTIONS),
     (simulated_flashinfer(), "cudnn_batch_prefill_with_kv_cache", "flashinfer.cudnn.prefill"),
     (simulated_cudnn("sm90"), "_scaled_dot_product_cudnn_attention", "torch.ops.aten"),
+    (simulated_cudnn("sm90"), "_scaled_dot_product_cudnn_attention_backward", "torch.ops.aten"),
     (simulated_aten(), "_flash_attention_forward", "torch.ops.aten"),
     (simulated_aten(), "_flash_attention_backward", "torch.ops.aten"),
     (simulated_aten(), "_efficient_attention_forward", "torch.ops.aten"),

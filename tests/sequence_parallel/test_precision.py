@@ -9,13 +9,13 @@ CASE = Case(Degrees(), (192,), heads=2, head_dim=32, value_head_dim=32, causal=T
 
 
 def root_mean_square(pool, case):
-    """Of the output and of the gradient of query, over all ranks."""
+    """Of the output and of the gradients of query, key and value, over all ranks."""
     right = right_answer(case)
     results = pool(case.degrees.world).run(answer, case)
     found = []
-    for name in ("output", "query"):
+    for name in ("output", "query", "key", "value"):
         errors = [
-            (result[name].double() - plan.shard(right[name])).flatten()
+            (result[name].double() - (plan.shard_kv if name in ("key", "value") else plan.shard)(right[name])).flatten()
             for plan, result in zip(plans(case), results, strict=True)
         ]
         found.append(torch.cat(errors).square().mean().sqrt().item())

@@ -17,7 +17,7 @@ class Log:
         sent: by destination (its rank in its own group) bytes that left this rank, one entry for operations
             that leave together.
         sequences: (query, key) lengths of each packed sequence that reached a kernel; backends: its names.
-        events: "travel", "attend" and "arrived", in order; the same one after another once.
+        events: "travel", "attend" (also for gradients) and "arrived", in order; the same one after another once.
     """
 
     def __init__(self):
@@ -41,7 +41,7 @@ class _Work:
 def watching():
     """A `Log` of what happens within."""
     log = Log()
-    all_to_all, attend = dist.all_to_all_single, kernel.varlen_attention
+    all_to_all, attend, gradients = dist.all_to_all_single, kernel.varlen_attention, kernel._packed_gradients
 
     def watched_all_to_all(received, sent, receives, sends, *, group, async_op):
         own = dist.get_rank(group)
@@ -59,7 +59,12 @@ def watching():
         log.happened("attend")
         return attend(*args, sequences=sequences, **options)
 
+    def watched_gradients(*args):
+        log.happened("attend")
+        return gradients(*args)
+
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(kernel, "_packed_gradients", watched_gradients))
         stack.enter_context(mock.patch.object(dist, "all_to_all_single", watched_all_to_all))
         stack.enter_context(mock.patch.object(kernel, "varlen_attention", watched_attend))
         yield log
