@@ -71,16 +71,21 @@ def torch_cuda_obstacle() -> tuple[str, str] | None:
     """(reason, remedy) why `torch.cuda` cannot serve this process, whatever the hardware; None if it can.
 
     PyTorch's device extensions (entry-point group `torch.backends`) may put their own functions there, which then
-    answer for another vendor's devices.
+    answer for another vendor's devices. A fork is no obstacle here: see `fork_obstacle`.
     """
     package = (getattr(torch.cuda.device_count, "__module__", None) or "torch").partition(".")[0]
     if package in {point.name for point in metadata.entry_points(group="torch.backends")}:
         return f"torch.cuda is redirected to {package}", f"do not load what makes {package} stand in for CUDA"
-    return fork_obstacle(torch.cuda, "torch.cuda")
+    return None
 
 
 def fork_obstacle(runtime: object, name: str) -> tuple[str, str] | None:
-    """(reason, remedy) if this process was forked after `runtime`, a module like `torch.cuda`, was initialised."""
+    """(reason, remedy) if this process was forked after `runtime`, a module like `torch.cuda`, was initialised.
+
+    For `DeviceKind.detect`, which says it only where there is a device: PyTorch marks each later fork as bad also where
+    the runtime was only asked for the number of devices, as `torch.cuda.is_available()` does, and answered that there
+    is none.
+    """
     in_bad_fork = getattr(runtime, "_is_in_bad_fork", None)
     if in_bad_fork is None or not in_bad_fork():
         return None
@@ -108,24 +113,36 @@ class DeviceKind:
     check: str
     folder: Path = Path("/dev")
 
-    def detect(self, library: str, count: Callable[[], int], versions: tuple[tuple[str, str], ...]) -> Detection:
-        """Available where `count`, a function of `library`, counts any device; otherwise why it does not."""
+    def detect(
+        self,
+        library: str,
+        count: Callable[[], int],
+        versions: tuple[tuple[str, str], ...],
+        forked: tuple[str, str] | None = None,
+    ) -> Detection:
+        """Available where `count`, a function of `library`, counts any device; otherwise why it does not.
+
+        `forked` is what `fork_obstacle` gave: the reason where there is a device. Where its files are in sight
+        nothing is counted, for the runtime is then of no use in this process.
+        """
+        if forked and not self._hiding() and self._nodes():
+            return Detection(False, *forked, versions)
         found, failure = attempt(count, 0)
         if failure:
             return Detection(False, f"{library} cannot count {self.noun}s: {failure}", self.check, versions)
         if found < 1:
             reason, remedy = self._absence(library)
             return Detection(False, reason, remedy, versions)
+        if forked:
+            return Detection(False, *forked, versions)
         return Detection(True, f"{found} {self.noun}{'s' * (found > 1)} through {library}", versions=versions)
 
     def _absence(self, library: str) -> tuple[str, str]:
         """(reason, remedy) after `library` counted no device."""
-        set_here = {name: os.environ[name] for name in self.visibility if name in os.environ}
-        for name, value in set_here.items():
-            # The runtimes read the list up to the first entry that is no device: an empty or negative first hides all.
-            if not value.strip() or value.strip().startswith("-"):
-                return f"{name}={value!r} hides every {self.noun}", f"unset {name}"
-        nodes = [node for pattern in self.nodes for node in sorted(self.folder.glob(pattern))]
+        set_here = self._visibility()
+        if name := self._hiding():
+            return f"{name}={set_here[name]!r} hides every {self.noun}", f"unset {name}"
+        nodes = self._nodes()
         closed = [node for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
         if closed:
             return (
@@ -141,3 +158,15 @@ class DeviceKind:
             f"{library} sees no {self.noun}, and there is no {patterns}",
             f"run on a machine with one; a container needs the device files passed in. {self.check}",
         )
+
+    def _visibility(self) -> dict[str, str]:
+        return {name: os.environ[name] for name in self.visibility if name in os.environ}
+
+    def _hiding(self) -> str:
+        """The variable that hides every device; "" where none does."""
+        # The runtimes read the list up to the first entry that is no device: an empty or negative first hides all.
+        hiding = (name for name, value in self._visibility().items() if not value.strip() or value.strip()[0] == "-")
+        return next(hiding, "")
+
+    def _nodes(self) -> list[Path]:
+        return [node for pattern in self.nodes for node in sorted(self.folder.glob(pattern))]

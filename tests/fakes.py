@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from hal_attn_cpu.math import CpuMathBackend
 from hal_attn_cpu.platform import CpuPlatform
 from torch import Tensor
 
-from hal_attn import functional, inventory, memo, settings
+from hal_attn import memo, settings
 from hal_attn import registry as registry_module
 from hal_attn.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder
 from hal_attn.capabilities import Capabilities
@@ -176,11 +177,30 @@ def _giving(platform: Platform) -> Callable[[], object]:
     return lambda: lambda: platform
 
 
+class _Door:
+    """Stands for `default_registry`: gives the fakes of the test that is running, else the installed platforms.
+
+    A module that is first imported while it stands there keeps it, and has to see no fake of a test that is over.
+    """
+
+    installed = staticmethod(registry_module.default_registry)
+    cache_clear = staticmethod(registry_module.default_registry.cache_clear)
+    shown: Registry | None = None
+
+    def __call__(self) -> Registry:
+        return self.installed() if self.shown is None else self.shown
+
+
+_DOOR = _Door()
+
+
 def install(monkeypatch: pytest.MonkeyPatch, *platforms: Platform, registry: Registry | None = None) -> Registry:
-    """Let the public functions see these platforms and no others, with no call remembered, until the test ends."""
+    """Let all of hal_attn see these platforms and no others, with no call remembered, until the test ends."""
     made = registry or registry_of(*platforms)
-    for module in (functional, memo, inventory, registry_module):
-        monkeypatch.setattr(module, "default_registry", lambda: made)
+    monkeypatch.setattr(_DOOR, "shown", made)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "hal_attn" and vars(module).get("default_registry") is _DOOR.installed:
+            monkeypatch.setattr(module, "default_registry", _DOOR)
     _forget(monkeypatch)
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -242,3 +243,15 @@ def test_a_registry_made_by_hand_serves_the_inventory_without_the_installed_ones
     registry = registry_of(FakePlatform("fake", BatchedFake("one")))
     assert [status.name for status in platforms(registry)] == ["fake"]
     assert [status.name for status in backends("cpu", registry)] == ["one"]
+
+
+def test_a_module_first_imported_over_fakes_sees_the_installed_platforms_once_they_are_gone(monkeypatch, tmp_path):
+    """As the verbs of the command line, which are imported where they are first used."""
+    (tmp_path / "late_verb.py").write_text("from hal_attn.registry import default_registry\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with monkeypatch.context() as patched:
+        fakes = install(patched, FakePlatform("fake"))
+        late = import_module("late_verb")
+        assert late.default_registry() is fakes
+    assert late.default_registry() is default_registry()
+    assert late.default_registry().platform("cuda") is not None

@@ -6,14 +6,15 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from runner import constraints, matrix, pipeline, report
+from runner import constraints, ending, matrix, pipeline, report
 from runner.options import STEPS, Options
 from runner.platforms import PLATFORMS, ROOT, SIMULATED
-from runner.result import Result
+from runner.result import Result, Status
 
 DESCRIPTION = """\
 The one entry that a runner calls on any machine:
@@ -23,7 +24,7 @@ The one entry that a runner calls on any machine:
     ci/run --collect FOLDER [--expect FILE]           the reports below FOLDER side by side
 
 Steps: {steps}. One that fails stops none after it.
-Exit status: 0 all steps passed; 1 one failed; 2 wrong arguments.
+Exit status: 0 all steps passed; 1 one failed, or the run was ended; 2 wrong arguments.
 docs/runners.md says how to set a runner up and how to read what it leaves.
 """
 
@@ -41,14 +42,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     report.clear(options.out)
     print(f"ci/run {options.title}: {', '.join(options.steps)}; logs in {options.log_folder}", flush=True)
-    results = pipeline.run(options, _tell)
-    report.write(options, results, started)
+    with ending.heeded():
+        results = _run(options, started)
+        report.write(options, results, started)
     print(report.plain(options, results))
     return 0 if report.ok(results) else 1
 
 
-def _tell(result: Result) -> None:
-    print(f"{result.step}: {result.status.value}: {result.summary}", flush=True)
+def _run(options: Options, started: str) -> list[Result]:
+    """The results of all steps, with a report after each; of one that was ended and those after it where one was."""
+    results: list[Result] = []
+    begun = [time.monotonic()]
+
+    def left(why: str, skip: int = 0) -> list[Result]:
+        return [Result(step, Status.NOT_RUN, why) for step in pipeline.planned(options)[len(results) + skip :]]
+
+    def tell(result: Result) -> None:
+        results.append(result)
+        begun.append(time.monotonic())
+        print(f"{result.step}: {result.status.value}: {result.summary}", flush=True)
+        report.write(options, [*results, *left("no result yet")], started, over=False)
+
+    report.write(options, left("no result yet"), started, over=False)
+    try:
+        pipeline.run(options, tell)
+    except ending.Ended as ended:
+        later = left("the run was ended before it", skip=1)
+        for step in pipeline.planned(options)[len(results) :][:1]:
+            reason, remedy = f"ended by {ended}, with all that it had started", "run it again; give it more time"
+            results.append(Result(step, Status.FAILED, reason, remedy, time.monotonic() - begun[-1]))
+        results += later
+    return results
 
 
 def _collect(folder: Path, expect: Path | None) -> int:

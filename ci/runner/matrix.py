@@ -48,4 +48,6 @@ def _failures(name: str, report: Mapping[str, Any]) -> list[str]:
     if not report:
         return [f"- {name}: no report; its job ended before it wrote one, or no runner took it"]
     failed = [step for step in report["steps"] if step["status"] == "FAILED"]
+    if not failed and not report["ok"]:
+        return [f"- {name}: it was ended before it was over"]
     return [f"- {name}, {step['step']}: {step['summary']}" for step in failed]

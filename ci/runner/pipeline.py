@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 from runner import bench, conformance, detection, device, tests
 from runner.environment import Environment
@@ -23,19 +24,19 @@ IN_ENVIRONMENT: dict[str, Callable[[Options, Environment], Result]] = {
 BY_DETECTION = {"conformance", "bench"}
 
 
-def run(options: Options, tell: Callable[[Result], None]) -> list[Result]:
-    """Every step that was asked for, in order; `tell` hears each result as soon as it is there."""
-    results: list[Result] = []
-
-    def keep(result: Result) -> None:
-        results.append(result)
-        tell(result)
-
-    if "device" in options.steps:
-        keep(_guarded("device", options, lambda: device.check(options)))
+def planned(options: Options) -> list[str]:
+    """The steps of this run in their order: those asked for, and those that they need."""
+    device = ["device"] if "device" in options.steps else []
     if options.steps == ("device",):
-        return results
-    # What follows needs it, so it is made and reported even where only later steps are asked for.
+        return device
+    asked = {*options.steps, *(("detection",) if BY_DETECTION & set(options.steps) else ())}
+    # What follows needs the environment, so it is made and reported even where only later steps are asked for.
+    return [*device, "environment", *(step for step in STEPS if step in asked and step in IN_ENVIRONMENT)]
+
+
+def run(options: Options, tell: Callable[[Result], None]) -> list[Result]:
+    """Every step that is planned; `tell` hears each result as soon as it is there."""
+    results: list[Result] = []
     made: list[Environment] = []
 
     def make() -> Result:
@@ -43,13 +44,18 @@ def run(options: Options, tell: Callable[[Result], None]) -> list[Result]:
         made.extend([environment] if environment else [])
         return result
 
-    keep(_guarded("environment", options, make))
-    asked = {*options.steps, *(("detection",) if BY_DETECTION & set(options.steps) else ())}
-    for step in (step for step in STEPS if step in asked and step in IN_ENVIRONMENT):
-        if made:
-            keep(_guarded(step, options, lambda step=step: IN_ENVIRONMENT[step](options, made[0])))  # type: ignore[misc]
-        else:
-            keep(Result(step, Status.FAILED, "no environment to run it in", "see the step environment"))
+    def check(step: str) -> Result:
+        if step == "device":
+            return device.check(options)
+        if step == "environment":
+            return make()
+        if not made:
+            return Result(step, Status.FAILED, "no environment to run it in", "see the step environment")
+        return IN_ENVIRONMENT[step](options, made[0])
+
+    for step in planned(options):
+        results.append(_guarded(step, options, partial(check, step)))
+        tell(results[-1])
     return results
 
 

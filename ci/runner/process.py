@@ -8,10 +8,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 TAIL = 30
+# Seconds between asking a command to end and ending it. GitHub leaves a cancelled run ten in all.
+PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def run(
         file.flush()
         begin = file.tell()
         try:
-            # A session of its own, so that at the time limit its workers end with it.
+            # A session of its own, so that its workers end with it.
             process = subprocess.Popen(
                 words,
                 cwd=folder,
@@ -88,5 +91,14 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
         return None
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask it and all that it started to end, for one of them may have others to end elsewhere; then end them."""
+    os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(PATIENCE)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

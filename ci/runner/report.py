@@ -6,7 +6,8 @@ import html
 import json
 import os
 import platform as machine
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,8 +33,11 @@ def ok(results: Sequence[Result]) -> bool:
     return bool(results) and all(result.status is not Status.FAILED for result in results)
 
 
-def write(options: Options, results: Sequence[Result], started: str) -> None:
-    """All four, and the summary to GITHUB_STEP_SUMMARY where that is set."""
+def write(options: Options, results: Sequence[Result], started: str, *, over: bool = True) -> None:
+    """All four, each as a whole; and, once the run is over, the summary to GITHUB_STEP_SUMMARY where that is set.
+
+    A run that is not `over` has not passed, whatever its steps did until then.
+    """
     content = {
         "format": FORMAT,
         "name": options.title,
@@ -42,31 +46,44 @@ def write(options: Options, results: Sequence[Result], started: str) -> None:
         "overrides": list(options.overrides),
         "started": started,
         "machine": f"{machine.system()} {machine.machine()}, {os.cpu_count()} CPU cores",
-        "ok": ok(results),
+        "ok": over and ok(results),
         "steps": [{**asdict(result), "status": result.status.value} for result in results],
     }
-    (options.out / "report.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    junit.write(results, f"ci/run {options.title}", options.out / "steps.junit.xml")
-    text = markdown(options, results)
-    (options.out / "summary.md").write_text(text, encoding="utf-8")
-    (options.out / "index.html").write_text(page(options, results), encoding="utf-8")
-    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+    with _in_place_of(options.out / "report.json") as file:
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with _in_place_of(options.out / "steps.junit.xml") as file:
+        junit.write(results, f"ci/run {options.title}", file)
+    text = markdown(options, results, over=over)
+    with _in_place_of(options.out / "summary.md") as file:
+        file.write_text(text, encoding="utf-8")
+    with _in_place_of(options.out / "index.html") as file:
+        file.write_text(page(options, results, over=over), encoding="utf-8")
+    if over and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
         with Path(summary).open("a", encoding="utf-8") as file:
             file.write(text)
 
 
-def verdict(options: Options, results: Sequence[Result]) -> str:
+@contextmanager
+def _in_place_of(path: Path) -> Iterator[Path]:
+    """A file to write, which then takes the place of `path`: whoever reads that finds a whole one."""
+    new = path.with_name(f".{path.name}.new")
+    yield new
+    new.replace(path)
+
+
+def verdict(options: Options, results: Sequence[Result], *, over: bool = True) -> str:
     """One sentence: passed or failed, what was simulated, and what was not run."""
     failed = [result.step for result in results if result.status is Status.FAILED]
     not_run = [result.step for result in results if result.status is Status.NOT_RUN]
     said = f"FAILED: {', '.join(failed)}" if failed else "passed"
+    said = said if over else f"NOT OVER when this was written; {said} until then"
     said += f"; SIMULATED, no device of {options.platform.name} was used" if options.simulation else ""
     return said + (f"; not run: {', '.join(not_run)}" if not_run else "")
 
 
-def markdown(options: Options, results: Sequence[Result]) -> str:
+def markdown(options: Options, results: Sequence[Result], *, over: bool = True) -> str:
     """A heading, the verdict, and a row a step."""
-    lines = [f"## ci/run {options.title}", "", verdict(options, results), ""]
+    lines = [f"## ci/run {options.title}", "", verdict(options, results, over=over), ""]
     lines += ["| Step | Result | Time | What |", "| --- | --- | --- | --- |"]
     for result in results:
         what = result.summary + (f"<br>remedy: {result.remedy}" if result.remedy else "")
@@ -101,7 +118,7 @@ td:last-child { white-space: normal; overflow-wrap: anywhere }
 """
 
 
-def page(options: Options, results: Sequence[Result]) -> str:
+def page(options: Options, results: Sequence[Result], *, over: bool = True) -> str:
     """One page without scripts, with links to what the steps left beside it."""
     rows = []
     for result in results:
@@ -115,7 +132,7 @@ def page(options: Options, results: Sequence[Result]) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style><h1>{title}</h1>'
-        f"<p>{html.escape(verdict(options, results))}</p><table><tr><th>Step<th>Result<th>Time<th>What</tr>"
+        f"<p>{html.escape(verdict(options, results, over=over))}</p><table><tr><th>Step<th>Result<th>Time<th>What</tr>"
         + "".join(rows)
         + "</table></html>\n"
     )

@@ -58,7 +58,8 @@ class AscendPlatform(Platform):
         versions = (("torch", torch.__version__), *versions_of(*LIBRARIES))
         if obstacle := _obstacle():
             return Detection(False, *obstacle, versions)
-        return DEVICES.detect(f"{_torch_npu()} beside {torch_build()}", _count, versions)
+        library, forked = f"{_torch_npu()} beside {torch_build()}", fork_obstacle(_npu(), "torch.npu")
+        return DEVICES.detect(library, _count, versions, forked)
 
     def devices(self) -> tuple[DeviceInfo, ...]:
         """Asks torch_npu for each device's properties, which initialises them here: fork before, not after."""
@@ -132,7 +133,7 @@ def _obstacle() -> tuple[str, str] | None:
             return f"{_torch_npu()} cannot be imported beside {torch_build()}: {failure}", REPAIR
         if not hasattr(torch, "npu"):
             return f"{_torch_npu()} is incomplete: importing it brings no torch.npu", f"reinstall torch-npu: {INSTALL}"
-    return fork_obstacle(_npu(), "torch.npu")
+    return None
 
 
 def _count() -> int:

@@ -10,7 +10,7 @@ import torch
 from hal_attn.backend import AttentionBackend
 from hal_attn.platform import Detection, DeviceInfo, Platform
 from hal_attn.portable.generation import compute_capability
-from hal_attn.probing import DeviceKind, line_of, torch_build, torch_cuda_obstacle, versions_of
+from hal_attn.probing import DeviceKind, fork_obstacle, line_of, torch_build, torch_cuda_obstacle, versions_of
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 from hal_attn_cuda.backends import INSTALLED, make_backends
@@ -60,12 +60,14 @@ class CudaPlatform(Platform):
         """By the build of PyTorch first, then by `torch.cuda.device_count()`.
 
         That counts through NVML, which leaves CUDA uninitialised and a later fork safe. Only where NVML does not answer
-        does it ask the CUDA runtime, which initialises no device either; `torch.cuda.is_available()` asks it always.
+        does it ask the CUDA runtime, which initialises no device either, but makes PyTorch give a later fork no device;
+        `torch.cuda.is_available()` asks it always.
         """
         versions = (("torch", torch.__version__), *versions_of(*LIBRARIES))
         if obstacle := _obstacle():
             return Detection(False, *obstacle, versions)
-        return DEVICES.detect(f"{torch_build()} (CUDA {torch.version.cuda})", torch.cuda.device_count, versions)
+        library, forked = f"{torch_build()} (CUDA {torch.version.cuda})", fork_obstacle(torch.cuda, "torch.cuda")
+        return DEVICES.detect(library, torch.cuda.device_count, versions, forked)
 
     def devices(self) -> tuple[DeviceInfo, ...]:
         """Asks PyTorch for each device's properties, which initialises CUDA in this process: fork before, not after."""

@@ -13,7 +13,7 @@ import torch
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.platform import Detection, DeviceInfo, Platform
-from hal_attn.probing import DeviceKind, line_of, torch_build, torch_cuda_obstacle, versions_of
+from hal_attn.probing import DeviceKind, fork_obstacle, line_of, torch_build, torch_cuda_obstacle, versions_of
 from hal_attn.request import AttentionRequest
 
 LIBRARIES = ("amd-aiter", "flash-attn", "triton", "pytorch-triton-rocm")
@@ -56,7 +56,8 @@ class RocmPlatform(Platform):
         versions = (("torch", torch.__version__), *versions_of(*LIBRARIES))
         if obstacle := _obstacle():
             return Detection(False, *obstacle, versions)
-        return DEVICES.detect(f"{torch_build()} (ROCm {torch.version.hip})", torch.cuda.device_count, versions)
+        library, forked = f"{torch_build()} (ROCm {torch.version.hip})", fork_obstacle(torch.cuda, "torch.cuda")
+        return DEVICES.detect(library, torch.cuda.device_count, versions, forked)
 
     def devices(self) -> tuple[DeviceInfo, ...]:
         """Asks PyTorch for each device's properties, which initialises HIP in this process: fork before, not after."""

@@ -70,6 +70,20 @@ def test_at_the_time_limit_its_children_end_too(tmp_path, monkeypatch):
     assert _within(60, lambda: _ended(int(child.read_text())))
 
 
+def test_one_that_will_not_end_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "PATIENCE", 0.2)
+    wait = subprocess.Popen.wait
+    log = tmp_path / "a.log"
+
+    def once_it_ignores_the_signal(self, timeout=None):
+        assert _within(120, lambda: "deaf" in log.read_text().splitlines()), "it did not start"
+        return wait(self, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", once_it_ignores_the_signal)
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    assert run(log, code, minutes=0.001).returncode is None
+
+
 def _ended(pid):
     """Whether the process is gone or only waits to be collected by whoever inherited it."""
     try:

@@ -75,6 +75,23 @@ def test_a_report_that_is_no_json_counts_as_missing(tmp_path):
     assert matrix.collect(tmp_path, [])[1] is False
 
 
+def test_a_run_that_is_not_over_has_not_passed_and_is_in_no_summary(tmp_path, options, monkeypatch):
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "github.md"))
+    folder = tmp_path / "all" / "cut"
+    (folder / "logs").mkdir(parents=True)
+    results = (RESULTS[0], Result("unit", Status.NOT_RUN, "no result yet"))
+    report.write(options("rocm", out=folder), results, "2000-01-01T00:00:00+00:00", over=False)
+    assert json.loads((folder / "report.json").read_text())["ok"] is False
+    said = "NOT OVER when this was written; passed until then; not run: unit"
+    assert said in (folder / "summary.md").read_text()
+    assert said in (folder / "index.html").read_text()
+    assert not (tmp_path / "github.md").exists()
+    assert {path.name for path in folder.iterdir()} == {"logs", *report.OWN[:4]}
+    text, fine = matrix.collect(tmp_path / "all", [])
+    assert not fine
+    assert "- cut: it was ended before it was over" in text
+
+
 def test_the_report_has_what_a_program_needs(tmp_path, options, monkeypatch):
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     write(tmp_path / "one", RESULTS, options)

@@ -98,6 +98,13 @@ def test_the_hardware_step_runs_the_marked_tests_with_the_device_seen(run, optio
     assert not {"CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"} & variables.keys()
 
 
+def test_the_hardware_tests_run_side_by_side_where_pytest_can(run, options):
+    _, command, _, _ = run(tests.hardware, options("cuda", workers=5))
+    assert command[-4:] == ["-n", "5", "--dist", "worksteal"]
+    _, command, _, _ = run(tests.hardware, options("cuda", workers=5), ("xdist",))
+    assert "-n" not in command
+
+
 def test_no_test_at_all_is_a_failure(run, options):
     for step in (tests.unit, tests.hardware):
         assert run(step, options("cuda"), count=0)[0].status is Status.FAILED

@@ -15,6 +15,7 @@ from hal_attn.errors import UnsupportedAttentionError
 from hal_attn.portable.aten_flash import TorchFlashBackend
 from hal_attn.portable.flash_attn import FlashAttentionBackend, import_flash_attn
 from hal_attn.simulation.aten import simulated_aten
+from tests.absent import hide_vendor_packages
 from tests.cuda.calls import batched
 
 FUNCTIONS = {"flash_attn_func": print, "flash_attn_varlen_func": print}
@@ -24,6 +25,12 @@ def module(monkeypatch, name, **attributes):
     made = ModuleType(name)
     vars(made).update(attributes)
     monkeypatch.setitem(sys.modules, name, made)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_installed(monkeypatch):
+    """A test starts without any vendor's package, and puts there what it is about."""
+    hide_vendor_packages(monkeypatch)
 
 
 def test_backends_are_made_once_and_import_nothing(monkeypatch):

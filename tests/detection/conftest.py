@@ -9,6 +9,8 @@ from textwrap import dedent
 import pytest
 
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+# HIP takes an empty list for none given.
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "ASCEND_RT_VISIBLE_DEVICES": ""}
 
 
 class Stubs:
@@ -32,14 +34,17 @@ class Stubs:
 
 
 class Interpreter:
-    """Runs code in a fresh process that sees the stubs; PyTorch loads no device extension there unless asked to."""
+    """Runs code in a fresh process that sees the stubs and no device, whatever machine it is on.
+
+    PyTorch loads no device extension there unless asked to.
+    """
 
     def __init__(self, folder):
         self.folder = folder
 
     def start(self, code, **variables):
         environment = {name: value for name, value in os.environ.items() if name not in DEVICE_VARIABLES}
-        environment |= {"PYTHONPATH": str(self.folder), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **variables}
+        environment |= {**HIDDEN, "PYTHONPATH": str(self.folder), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **variables}
         return subprocess.run(
             [sys.executable, "-c", dedent(code)], env=environment, capture_output=True, text=True, timeout=300
         )

@@ -155,6 +155,11 @@ def test_devices_hidden_by_a_variable(npu, monkeypatch):
     assert found.remedy == "unset ASCEND_RT_VISIBLE_DEVICES"
 
 
+def test_after_a_fork_of_a_process_that_found_no_device(npu):
+    npu(is_available=lambda: False, _is_in_bad_fork=lambda: True)
+    assert "sees no Ascend NPU, and there is no" in status().reason
+
+
 def test_after_a_fork_of_a_process_that_used_the_device(npu):
     npu(_is_in_bad_fork=lambda: True)
     found = status()

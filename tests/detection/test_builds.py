@@ -178,6 +178,28 @@ def test_after_a_fork_of_a_process_that_used_the_device(build, monkeypatch, kind
     assert "'spawn'" in found.remedy
 
 
+@pytest.mark.parametrize(("kind", "node"), [("cuda", "nvidia0"), ("hip", "kfd")])
+def test_after_such_a_fork_no_runtime_is_asked_about_a_device_that_is_here(build, devices_in, monkeypatch, kind, node):
+    (devices_in / node).touch()
+    build(kind, "9.9", AssertionError("the runtime was asked"))
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert BUILDS[kind]().detect().reason == "this process was forked after its parent had initialised torch.cuda"
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize(("kind", "node"), [("cuda", "nvidia0"), ("hip", "kfd")])
+def test_after_a_fork_of_a_process_that_found_no_device(build, devices_in, monkeypatch, kind, node, hidden):
+    """`torch.cuda.is_available()` is enough for PyTorch to call the fork bad; the reason is the parent's."""
+    build(kind, "9.9", 0)
+    if hidden:
+        (devices_in / node).touch()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    parents = BUILDS[kind]().detect()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert BUILDS[kind]().detect() == parents
+    assert ("hides every" if hidden else "there is no") in parents.reason
+
+
 @pytest.mark.parametrize("kind", BUILDS)
 def test_torch_cuda_that_answers_for_another_vendor(build, monkeypatch, kind):
     """What torch_npu's transfer_to_npu does: its own functions in torch.cuda."""

@@ -29,11 +29,12 @@ print(json.dumps([reads, torch.cuda.is_initialized()]))
 # The alarm ends a child that hangs. One thread, as the data loader of PyTorch sets it: an OpenMP parallel region never
 # ends in a child whose parent ran one before, in PyTorch's own operators as well.
 FORK = """
-import json, os, signal, torch, hal_attn
+import json, os, signal, types, torch, hal_attn
 query = torch.arange(64, dtype=torch.float32).view(1, 4, 2, 8)
 def answers():
     output = hal_attn.attention(query, query, query, causal=True)
     return [output.flatten().tolist(), [[p.name, p.available, p.remedy] for p in hal_attn.platforms()]]
+{before}
 parent = answers() if {used_before} else None
 read, write = os.pipe()
 child = os.fork()
@@ -51,6 +52,17 @@ assert status == 0
 print(json.dumps([json.loads(text), parent or answers()]))
 """
 
+# What a CUDA build of PyTorch answers on a machine with one device, and in a fork after it was used.
+USED_DEVICE = """
+parent_id = os.getpid()
+torch.version.cuda, torch.version.hip = "13.0", None
+torch.cuda.device_count = lambda: 1
+torch.cuda.device_count.__module__ = "torch.cuda"
+torch.cuda.get_device_capability = lambda index: (9, 0)
+torch.cuda.get_device_properties = lambda index: types.SimpleNamespace(name="NVIDIA H200", total_memory=1 << 30)
+torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent_id
+"""
+
 
 def test_import_is_quick(interpreter):
     """Beyond importing PyTorch, the best of five: under 0.15 s."""
@@ -65,6 +77,20 @@ def test_import_reads_no_environment_and_initialises_no_device(interpreter):
 
 @pytest.mark.parametrize("used_before", [False, True])
 def test_forked_child_answers_as_its_parent(interpreter, used_before):
-    (output, statuses), (parents_output, parents_statuses) = interpreter(FORK.format(used_before=used_before))
+    code = FORK.format(before="", used_before=used_before)
+    (output, statuses), (parents_output, parents_statuses) = interpreter(code)
     assert output == pytest.approx(parents_output)
     assert statuses == parents_statuses
+
+
+def test_forked_child_of_a_process_that_used_a_device_has_the_cpu_alone(interpreter):
+    """The device is the parent's alone, with the way to have it in a child too; PyTorch's answers are stood in for."""
+    code = FORK.format(before=USED_DEVICE, used_before=True)
+    (output, statuses), (parents_output, parents_statuses) = interpreter(code, CUDA_VISIBLE_DEVICES="0")
+    assert output == pytest.approx(parents_output)
+    child, parent = ({name: rest for name, *rest in found} for found in (statuses, parents_statuses))
+    assert parent.pop("cuda") == [True, ""]
+    available, remedy = child.pop("cuda")
+    assert not available
+    assert "'spawn' or 'forkserver'" in remedy
+    assert child == parent

@@ -1,5 +1,7 @@
 """Vendor packages that are missing, partial, broken or several: nothing breaks, and each platform says exactly why."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,10 +10,10 @@ import json, sys, torch
 torch.version.cuda = torch.version.hip = None
 import hal_attn
 modules = ("flash_attn", "flash_attn_interface", "aiter", "torch_npu", "triton")
-imported = [name for name in modules if name in sys.modules]
+imported = [name for name in modules if sys.modules.get(name)]
 query = torch.ones(1, 4, 2, 8)
 output = hal_attn.attention(query, query, query)
-called = [name for name in modules if name in sys.modules]
+called = [name for name in modules if sys.modules.get(name)]
 print(json.dumps({
     "imported": imported,
     "called": called,
@@ -39,9 +41,9 @@ def _autoload():
 AUTOLOAD = "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
 
 
-def probed(interpreter, **variables):
-    """The report of a fresh process, after what holds whatever is installed."""
-    report = interpreter(PROBE, **variables)
+def probed(interpreter, before="", **variables):
+    """The report of a fresh process that runs `before` first, after what holds whatever is installed."""
+    report = interpreter(before + PROBE, **variables)
     assert report["right"]
     assert not report["initialised"]
     assert report["platforms"]["cpu"][0]
@@ -53,12 +55,23 @@ def probed(interpreter, **variables):
     return report
 
 
+def hide(*but):
+    """Code that hides the vendors' packages `but` these, which the stubs are."""
+    return f"""
+import sys
+sys.path.append({str(Path(__file__).parents[2])!r})
+from pytest import MonkeyPatch
+from tests.absent import hide_vendor_packages
+hide_vendor_packages(MonkeyPatch(), *{but!r})
+"""
+
+
 def broken(exception):
     return f"raise {exception}"
 
 
 def test_without_vendor_packages(interpreter):
-    report = probed(interpreter)
+    report = probed(interpreter, before=hide())
     assert report["imported"] == report["called"] == []
     available, reason, remedy, versions = report["platforms"]["ascend"]
     assert (available, reason) == (False, "torch-npu is not installed")
@@ -69,7 +82,7 @@ def test_without_vendor_packages(interpreter):
 def test_flash_attention_4_alone_is_not_flash_attention_2(interpreter, stubs):
     stubs.module("flash_attn/cute/__init__.py", broken("ModuleNotFoundError(\"No module named 'cutlass'\")"))
     stubs.distribution("flash-attn-4", "4.0.0")
-    report = probed(interpreter)
+    report = probed(interpreter, before=hide("flash_attn", "flash-attn-4"))
     assert report["imported"] == report["called"] == []
     versions = report["platforms"]["cuda"][3]
     assert versions["flash-attn-4"] == "4.0.0"

@@ -11,6 +11,7 @@ from hal_attn_rocm.platform import RocmPlatform
 
 from hal_attn import ConfigurationError, attention
 from hal_attn.registry import default_registry
+from tests.absent import hide_vendor_packages
 from tests.support import dense
 
 
@@ -50,7 +51,8 @@ def test_nothing_of_a_vendor_is_imported_until_it_is_used():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_missing_libraries_say_how_to_get_them():
+def test_missing_libraries_say_how_to_get_them(monkeypatch):
+    hide_vendor_packages(monkeypatch)
     reasons = {backend.name: backend.unavailable() for backend in RocmPlatform().backends()}
     assert "amd-aiter is not installed" in str(reasons["aiter"])
     assert "amd-aiter is not installed" in str(reasons["aiter_triton"])
