@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -65,11 +66,14 @@ class AttentionBackend(ABC):
             both (`flash_attn`): the tensors decide which is meant.
         capabilities: what it claims.
         install: the command that brings its library; empty where it comes with PyTorch.
+        tolerances: by dtype, how many times the error of the precision rule (docs/semantics.md) it may make, where that
+            is more than once; the conformance kit allows it and shows it. For what the kernel's arithmetic explains.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
     install: ClassVar[str] = ""
+    tolerances: ClassVar[Mapping[torch.dtype, float]] = MappingProxyType({})
 
     def unavailable(self) -> Refusal | None:
         """Why this backend cannot run on this machine at all (missing, broken, wrong device), or None.

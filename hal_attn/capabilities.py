@@ -14,7 +14,7 @@ from hal_attn.request import AttentionRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend computes right. The defaults claim nothing, so a new option is refused until someone claims it.
+    """What a backend computes right. The defaults claim no option, so a new one is refused until someone claims it.
 
     Attributes:
         dtypes: of query, key and value.
@@ -30,6 +30,9 @@ class Capabilities:
         lse: can return the LSE; `lse_gradient` where a gradient flows back through it.
         gradients: of query, key and value; `option_gradients` names the options that get theirs.
         masked_values_ignored: values at hidden keys, NaN included, do not reach the output.
+        sequences_isolated: NaN and inf in one sequence of a packed call do not reach the others. The one promise that
+            is made unless it is taken back: a kernel that loads whole tiles of keys, beyond the end of a sequence, and
+            multiplies them by a weight of 0 cannot keep it. Finite values never reach another sequence.
     """
 
     dtypes: frozenset[torch.dtype] = frozenset()
@@ -52,6 +55,7 @@ class Capabilities:
     gradients: bool = False
     option_gradients: frozenset[str] = frozenset()
     masked_values_ignored: bool = False
+    sequences_isolated: bool = True
 
     def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
         """Every rule of these capabilities that `request` breaks; empty where it is claimed."""

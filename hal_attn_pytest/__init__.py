@@ -33,7 +33,8 @@ class BackendConformance:
             HAL_ATTN_SIMULATE, the simulated platform where it has the backend.
         device: where the tensors are; None is the platform's first device.
         effort: "quick" or "full"; `--hal-attn-effort` goes before it.
-        tolerances: errors by dtype that the backend declares, allowed where the precision rule allows less.
+        tolerances: by dtype, how many times the error of the precision rule is allowed, in the place of what the
+            backend declares itself.
     """
 
     backend: ClassVar[str | AttentionBackend | Callable[[], AttentionBackend]]

@@ -50,10 +50,16 @@ def visible_pairs(
 
 
 def assert_close_to_oracle(
-    result: Tensor, oracle: Tensor, plain: Tensor, what: str = "output", *, largest_gradient: float | None = None
+    result: Tensor,
+    oracle: Tensor,
+    plain: Tensor,
+    what: str = "output",
+    *,
+    largest_gradient: float | None = None,
+    declared: float = 1.0,
 ) -> None:
     """The precision rule (`hal_attn.testing.precision`)."""
-    found = compare(result, oracle, plain, largest_gradient=largest_gradient)
+    found = compare(result, oracle, plain, largest_gradient=largest_gradient, declared=declared)
     assert found.ok, f"{what}: {found}"
 
 

@@ -169,7 +169,7 @@ def _show(found: Merged, problems: Sequence[str]) -> None:
         parts += [_table(shown), ""] if shown else []
     parts += [part for column in found.columns for part in _failures(column)]
     parts += _conflicts(found)
-    remarks = [*verdict.simulated(found), *verdict.not_run(found)]
+    remarks = [*verdict.simulated(found), *verdict.declared(found), *verdict.not_run(found)]
     parts += [output.bullets(remarks), ""] if remarks else []
     output.show(*parts, _verdict(found, problems))
 

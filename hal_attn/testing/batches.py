@@ -15,7 +15,7 @@ from hal_attn.packing import PackedSequences
 from hal_attn.refusal import Refusal
 from hal_attn.testing.outcome import PASSED, Outcome, Planned, failed, not_run
 from hal_attn.testing.problem import Base, Problem, batched, varlen
-from hal_attn.testing.values import Subject, judge_output, right_answer
+from hal_attn.testing.values import Subject, judge_output
 
 QUERIES = (37, 1, 20)
 OTHERS = (20, 1, 37)
@@ -82,14 +82,14 @@ def _inference_mode(subject: Subject, base: Base) -> Outcome:
     output = subject.road.run(given)
     if wanted:
         torch.autograd.grad(output.sum(), given.tensors)  # type: ignore[union-attr]
-    return judge_output(subject, problem, output, right_answer(problem), "metadata")
+    return judge_output(subject, problem, output, subject.right_answer(problem), "metadata")
 
 
 def _device_offsets(subject: Subject, base: Base) -> Outcome:
     problem = varlen(base, QUERIES, causal=True)
     if subject.road.refusals(problem):
         problem = varlen(base, QUERIES)
-    right = right_answer(problem)
+    right = subject.right_answer(problem)
     given = problem.on(subject.road.device)
     assert problem.sequences is not None
     offsets = problem.sequences.offsets(subject.road.device)[0]
@@ -106,7 +106,7 @@ def _all_right(subject: Subject, problems: list[Problem], what: str) -> Outcome:
     for problem in problems:
         given = problem.on(subject.road.device)
         with torch.no_grad():
-            outcome = judge_output(subject, problem, subject.road.run(given), right_answer(problem), "metadata")
+            outcome = judge_output(subject, problem, subject.road.run(given), subject.right_answer(problem), "metadata")
         if outcome.status == "failed":
             return replace(outcome, message=f"{what}: {outcome.message}")
     return outcome
@@ -115,7 +115,7 @@ def _all_right(subject: Subject, problems: list[Problem], what: str) -> Outcome:
 def _by_hand(subject: Subject, base: Base) -> Outcome:
     """The packed hook with the arguments that every caller has, host offsets or not, and nothing else."""
     problem = varlen(base, QUERIES)
-    right, backend, device = right_answer(problem), subject.road.backend, subject.road.device
+    right, backend, device = subject.right_answer(problem), subject.road.backend, subject.road.device
     assert problem.sequences is not None
     offsets = problem.sequences.offsets(device)[0]
     given: dict[str, Any] = {"cu_seqlens": offsets, "max_seqlen": max(QUERIES)}
@@ -132,7 +132,7 @@ def _forward_by_hand(subject: Subject, base: Base) -> Outcome:
     problem = batched(base)
     with torch.no_grad():
         output = subject.road.backend.forward(*problem.on(subject.road.device).tensors)
-    return judge_output(subject, problem, output, right_answer(problem), "contract")
+    return judge_output(subject, problem, output, subject.right_answer(problem), "contract")
 
 
 def _waits(subject: Subject, problem: Problem) -> Outcome:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from hal_attn.testing.suspects import lse_suspects, suspects
 
 # A result is a suspect's when it is this much nearer to the suspect's answer than that is to the right one.
 NEARER = 0.1
+# A known mistake shows only where its answer is this many times what the precision rule allows away from the right one:
+# nearer than that, lost digits look the same. Suspects of lost digits themselves are held to once.
+SHOWS = 2.0
 # Errors below this share of the largest value are lost digits, not another formula.
 ROUNDING = 0.03
 
@@ -24,7 +27,7 @@ def of_output(problem: Problem, found: Tensor, right: Expected, comparison: Comp
     """The failure of an output `[B, Sq, H, Dv]` or `[Tq, H, Dv]`."""
     if found.shape != right.output.shape:
         return failed(f"output: {comparison}", "contract", comparison)
-    known = _closest([(s.text, s.rule, s.answer) for s in suspects(problem)], problem, found, right.output, 0)
+    known = _closest(problem, found, right.output, comparison, 0)
     if known is None:
         blind = blind_output(found, right.lse)
         known = (blind, "blind rows") if blind else _lost_digits(comparison, right.output)
@@ -36,14 +39,14 @@ def of_lse(problem: Problem, found: Tensor, right: Expected, comparison: Compari
     if found.shape != right.lse.shape:
         return failed(f"LSE: {comparison}", "LSE", comparison)
     for text, wrong in lse_suspects(right.lse, problem):
-        if _near(found, wrong, right.lse, torch.isneginf(right.lse)):
+        if _near(found, wrong, right.lse, comparison, torch.isneginf(right.lse)):
             return _failure("LSE", comparison, (text, "LSE"), "LSE")
     blind = torch.isneginf(right.lse)
     if (found[blind] != -torch.inf).any():
         seen = found[blind][found[blind] != -torch.inf][0].item()
         text = f"a query that sees no key has LSE {seen:g}, right is -inf"
         return _failure("LSE", comparison, (text, "blind rows"), "blind rows")
-    known = _closest([(s.text, s.rule, s.answer) for s in suspects(problem)], problem, found, right.lse, 1)
+    known = _closest(problem, found, right.lse, comparison, 1)
     return _failure("LSE", comparison, known or _lost_digits(comparison, right.lse), rule)
 
 
@@ -77,26 +80,34 @@ def _failure(what: str, comparison: Comparison, known: tuple[str, str] | None, r
 
 
 def _closest(
-    known: list[tuple[str, str, Callable[[Problem], tuple[Tensor, Tensor]]]],
-    problem: Problem,
-    found: Tensor,
-    right: Tensor,
-    part: int,
+    problem: Problem, found: Tensor, right: Tensor, comparison: Comparison, part: int
 ) -> tuple[str, str] | None:
-    for text, rule, answer in known:
-        wrong, failure = attempt(lambda answer=answer: answer(problem)[part], None)  # type: ignore[misc]
-        if not failure and wrong is not None and _near(found, wrong, right):
-            return text, rule
+    """(what it looks like, rule) of the first suspect whose output (`part` 0) or LSE (1) `found` equals."""
+    for suspect in suspects(problem):
+        wrong, failure = attempt(lambda answer=suspect.answer: answer(problem)[part], None)  # type: ignore[misc]
+        shows = 1.0 if suspect.rule == "precision" else SHOWS
+        if not failure and wrong is not None and _near(found, wrong, right, comparison, shows=shows):
+            return suspect.text, suspect.rule
     return None
 
 
-def _near(found: Tensor, wrong: Tensor, right: Tensor, aside: Tensor | None = None) -> bool:
+def _near(
+    found: Tensor,
+    wrong: Tensor,
+    right: Tensor,
+    comparison: Comparison,
+    aside: Tensor | None = None,
+    *,
+    shows: float = SHOWS,
+) -> bool:
+    """`found` is the wrong answer, and that is not the right one but for a few digits."""
     if not found.shape == wrong.shape == right.shape:
         return False
     if aside is not None:
         found, wrong, right = (tensor.masked_fill(aside, 0.0) for tensor in (found, wrong, right))
-    apart = _apart(right, wrong)
-    return apart > 0 and _apart(found, wrong) <= NEARER * apart
+    apart, left = _apart(right, wrong), _apart(found, wrong)
+    # Where the wrong answer has an infinity that neither other has, both distances are infinite and say nothing.
+    return apart > shows * (comparison.allowed or 0.0) and math.isfinite(left) and left <= NEARER * apart
 
 
 def _apart(first: Tensor, second: Tensor) -> float:

@@ -104,6 +104,7 @@ def render(merged: Merged, problems: Sequence[str] = ()) -> str:
         headline=headline(merged),
         problems=problems,
         simulated=verdict.simulated(merged),
+        declared=verdict.declared(merged),
         not_run=verdict.not_run(merged),
         features=names,
         explained=shown,

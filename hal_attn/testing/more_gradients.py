@@ -14,7 +14,7 @@ from hal_attn.reference import reference_attention, reference_varlen_attention
 from hal_attn.refusal import Refusal
 from hal_attn.testing import diagnosis
 from hal_attn.testing.outcome import Outcome, Planned, failed, passed
-from hal_attn.testing.plain import plain_attention, plain_varlen_attention
+from hal_attn.testing.plain import full_precision, plain_attention, plain_varlen_attention
 from hal_attn.testing.problem import Base, Problem, batched, float_mask, sinks, slopes, varlen
 from hal_attn.testing.tensors import randn
 from hal_attn.testing.values import Subject, gradient_comparison, refusal_outcome
@@ -58,7 +58,7 @@ def _of_lse(subject: Subject, problem: Problem, refusals: tuple[Refusal, ...]) -
     if not lse.requires_grad:
         return failed("the LSE is detached from the inputs, and lse_gradient is claimed", "gradients")
     found = torch.autograd.grad(_loss(output, lse), given.tensors)
-    exact, plain = (_gradients(problem, function) for function in _functions(problem))
+    exact, plain = _exact_and_plain(subject, problem)
     return _judge(subject, ("query", "key", "value"), found, exact, plain, problem.query.dtype)
 
 
@@ -71,28 +71,40 @@ def _of_option(subject: Subject, problem: Problem, name: str, refusals: tuple[Re
     if not output.requires_grad:
         return failed(f"the output is detached from {name}, whose gradient is claimed", "gradients")
     found = torch.autograd.grad(_loss(output, None), [problem.options[name]])
-    exact, plain = (_gradients(problem, function, name) for function in _functions(problem))
+    exact, plain = _exact_and_plain(subject, problem, name)
     return _judge(subject, (name,), found, exact, plain, problem.query.dtype)
 
 
-def _functions(problem: Problem) -> tuple[Any, Any]:
-    """The oracle and plain PyTorch for this call, as (output, LSE)."""
-    if problem.sequences is None:
-        return reference_attention, plain_attention
-    return reference_varlen_attention, plain_varlen_attention
+def _exact_and_plain(
+    subject: Subject, problem: Problem, name: str = ""
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The gradients by the oracle, and by plain PyTorch on the device of the call; both on the CPU."""
+    packed, device = problem.sequences is not None, subject.road.device
+    exact = _gradients(_doubled(problem), reference_varlen_attention if packed else reference_attention, name)
+    with full_precision(device):
+        plain = _gradients(problem.on(device), plain_varlen_attention if packed else plain_attention, name)
+    return exact, tuple(gradient.cpu() for gradient in plain)
 
 
-def _gradients(problem: Problem, function: Any, name: str = "") -> tuple[Tensor, ...]:
+def _doubled(problem: Problem) -> Problem:
+    """The call in float64."""
+    query, key, value = (tensor.double() for tensor in problem.tensors)
+    doubled = {name: option.double() if _is_float(option) else option for name, option in problem.options.items()}
+    return replace(problem, query=query, key=key, value=value, options=doubled)
+
+
+def _is_float(option: Any) -> bool:
+    return isinstance(option, Tensor) and option.is_floating_point()
+
+
+def _gradients(problem: Problem, function: Any, name: str) -> tuple[Tensor, ...]:
     """Of query, key and value through output and LSE, or of the option `name` through the output."""
-    exact = function in (reference_attention, reference_varlen_attention)
-    tensors = [tensor.double() if exact else tensor.clone() for tensor in problem.tensors]
     options, extra = dict(problem.options), () if problem.sequences is None else (problem.sequences,)
+    tensors = tuple(tensor.detach().requires_grad_(not name) for tensor in problem.tensors)
+    leaves = tensors
     if name:
-        option = options[name].detach()
-        leaves = [(option.double() if exact else option.clone()).requires_grad_()]
-        options[name] = leaves[0]
-    else:
-        leaves = [tensor.requires_grad_() for tensor in tensors]
+        options[name] = options[name].detach().requires_grad_()
+        leaves = (options[name],)
     output, lse = function(*tensors, *extra, **options)
     return torch.autograd.grad(_loss(output, None if name else lse), leaves)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hal_attn.guard import attempt
 from hal_attn.packing import PackedSequences
 
 
@@ -33,7 +36,8 @@ def plain_attention(
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     seqlen_q, seqlen_k = scores.shape[-2:]
-    distance = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - torch.arange(seqlen_k)
+    places, keys = (torch.arange(length, device=query.device) for length in (seqlen_q, seqlen_k))
+    distance = places[:, None] + seqlen_k - seqlen_q - keys
     left, right = window_size or (-1, -1)
     hidden = torch.zeros_like(scores, dtype=torch.bool)
     if causal:
@@ -78,3 +82,25 @@ def plain_varlen_attention(
     if not outputs:
         return query.new_zeros(0, query.shape[1], value.shape[2]), query.new_zeros(query.shape[1], 0).float()
     return torch.cat(outputs), torch.cat(lses, 1)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Within it products keep the digits of their dtype: no TF32 or bfloat16 in the place of float32, no autocast."""
+    # PyTorch answers "highest" only where no switch of any age says otherwise, and refuses to answer where they differ.
+    before = attempt(torch.get_float32_matmul_precision, None)[0]
+    if before == "highest":
+        with torch.autocast(device.type, enabled=False):
+            yield
+        return
+    vendors: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    kept = [(vendor, vendor.fp32_precision) for vendor in vendors if hasattr(vendor, "fp32_precision")]
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if before is not None:
+            torch.set_float32_matmul_precision(before)
+        for vendor, precision in kept:
+            vendor.fp32_precision = precision

@@ -25,11 +25,13 @@ class Comparison:
     Attributes:
         problem: what is wrong besides the size of the error, in words; empty where nothing is.
         error, allowed: None where `problem` left nothing to measure.
+        declared: how many times the rule's error is allowed, because the backend declares it.
     """
 
     problem: str = ""
     error: float | None = None
     allowed: float | None = None
+    declared: float = 1.0
 
     @property
     def ok(self) -> bool:
@@ -39,7 +41,8 @@ class Comparison:
     def __str__(self) -> str:
         if self.problem or self.error is None:
             return self.problem or "right"
-        return f"error {self.error:.3g}, allowed {self.allowed:.3g}"
+        declared = f", {self.declared:g} times the rule's, as declared" if self.declared != 1 else ""
+        return f"error {self.error:.3g}, allowed {self.allowed:.3g}{declared}"
 
 
 def compare(
@@ -49,7 +52,7 @@ def compare(
     *,
     largest_gradient: float | None = None,
     dtype: torch.dtype | None = None,
-    declared: float | None = None,
+    declared: float = 1.0,
 ) -> Comparison:
     """`result` held to the precision rule, with -inf in the same places and nothing else that is not finite.
 
@@ -57,7 +60,7 @@ def compare(
         oracle, plain: the same in float64, and by plain PyTorch in the dtype of the call.
         largest_gradient: of all gradients of the call, where this is one of them.
         dtype: of the call, where the result's is another: the gradient of an option has the digits of the call.
-        declared: an error that the backend declares, allowed where the rule allows less.
+        declared: how many times the error that the rule allows.
     """
     if result.shape != oracle.shape:
         return Comparison(f"shape {tuple(result.shape)}, right is {tuple(oracle.shape)}")
@@ -79,7 +82,7 @@ def compare(
     largest = exact.abs().max().item() if largest_gradient is None else largest_gradient
     unit = unit_in_last_place(largest, dtype or result.dtype)
     allowed = 2 * _size(simple - exact, gradient) + units * unit
-    return Comparison(error=_size(have - exact, gradient), allowed=max(allowed, declared or 0.0))
+    return Comparison(error=_size(have - exact, gradient), allowed=declared * allowed, declared=declared)
 
 
 def unit_in_last_place(largest: float, dtype: torch.dtype) -> float:

@@ -16,6 +16,9 @@ from hal_attn.testing.values import Subject, refusal_outcome
 
 # Not a half, where the share that is dropped is the share that is kept.
 DROPPED = 0.2
+MANY_KEYS = (1025, 700, 2048)
+# An order that may change does not change in every pair of calls.
+REPEATS = 4
 
 
 def plans(subject: Subject, base: Base, batches: bool, packs: bool) -> Iterator[Planned]:
@@ -32,12 +35,13 @@ def plans(subject: Subject, base: Base, batches: bool, packs: bool) -> Iterator[
             partial(_dropout, subject, dropped, refusals),
             refusals=refusals,
         )
-        for what, options, gradients in (
-            ("repeats", {}, False),
-            ("repeats with gradients", {}, True),
-            ("repeats with dropout, from one seed", {"dropout_p": DROPPED}, False),
+        for what, call, options, gradients in (
+            ("repeats", plain, {}, False),
+            ("repeats with gradients", plain, {}, True),
+            ("repeats with dropout, from one seed", plain, {"dropout_p": DROPPED}, False),
+            ("repeats, one query over many keys", _one_query(base, packed), {}, False),
         ):
-            problem = plain.with_options(deterministic=True, **options)
+            problem = call.with_options(deterministic=True, **options)
             refusals = subject.road.refusals(problem, gradients=gradients)
             yield Planned(
                 f"{name}{what}",
@@ -46,6 +50,11 @@ def plans(subject: Subject, base: Base, batches: bool, packs: bool) -> Iterator[
                 partial(_repeats, subject, problem, gradients, refusals),
                 refusals=refusals,
             )
+
+
+def _one_query(base: Base, packed: bool) -> Problem:
+    """Where kernels cut the keys in parts that run side by side, and may join in any order."""
+    return varlen(base, (1, 1, 1), MANY_KEYS) if packed else batched(base, 1, MANY_KEYS[0])
 
 
 def _one_key(base: Base, packed: bool) -> Problem:
@@ -80,18 +89,23 @@ def _repeats(subject: Subject, problem: Problem, gradients: bool, refusals: tupl
     if refusals:
         names = problem.may_be_refused_as() | ({"gradients"} if gradients else set())
         return refusal_outcome(subject, problem, refusals, names, gradients=gradients)
-    results = []
-    for _ in range(2):
+    results: list[dict[str, Tensor]] = []
+    lse = not gradients and not subject.road.refusals(problem, return_lse=True)
+    for _ in range(REPEATS):
         if problem.options.get("dropout_p"):
             torch.manual_seed(7)
         given = problem.on(subject.road.device, requires_grad=gradients)
-        output = subject.road.run(given)
-        assert isinstance(output, Tensor)
-        results.append([output, *torch.autograd.grad(output.sum(), given.tensors)] if gradients else [output])
-    for name, first, second in zip(("output", "gradient of query", "of key", "of value"), *results, strict=False):
-        if not torch.equal(first, second):
-            apart = (first - second).abs().max().item()
-            return failed(f"{name}: two calls with deterministic=True differ by {apart:.3g}", "determinism")
+        result = subject.road.run(given, return_lse=True) if lse else subject.road.run(given)
+        found = dict(zip(("output", "LSE"), result if isinstance(result, tuple) else (result,), strict=False))
+        if gradients:
+            which = ("gradient of query", "gradient of key", "gradient of value")
+            found |= dict(zip(which, torch.autograd.grad(found["output"].sum(), given.tensors), strict=True))
+        results.append(found)
+    for name, first in results[0].items():
+        for second in (result[name] for result in results[1:]):
+            if not torch.equal(first, second):
+                apart = (first - second).abs().max().item()
+                return failed(f"{name}: two calls with deterministic=True differ by {apart:.3g}", "determinism")
     return Outcome("passed")
 
 

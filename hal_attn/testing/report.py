@@ -58,7 +58,12 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendReport:
-    """One backend on one platform. Where it is not available there are no checks, but a reason and a remedy."""
+    """One backend on one platform. Where it is not available there are no checks, but a reason and a remedy.
+
+    Attributes:
+        tolerances: (dtype, how many times the error of the precision rule was allowed), where the backend declares it;
+            empty in a report of before they were kept.
+    """
 
     name: str
     platform: str
@@ -68,6 +73,7 @@ class BackendReport:
     remedy: str = ""
     checks: tuple[Check, ...] = ()
     coverage: Coverage = Coverage()
+    tolerances: tuple[tuple[str, float], ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -194,4 +200,5 @@ def _platform(part: Mapping[str, Any]) -> PlatformReport:
 
 def _backend(part: Mapping[str, Any]) -> BackendReport:
     coverage = Coverage(**{name: tuple(values) for name, values in part["coverage"].items()})
-    return BackendReport(**{**part, "coverage": coverage, "checks": _checks(part["checks"])})
+    tolerances = tuple((str(dtype), float(times)) for dtype, times in part.get("tolerances", ()))
+    return BackendReport(**{**part, "coverage": coverage, "checks": _checks(part["checks"]), "tolerances": tolerances})

@@ -16,7 +16,7 @@ from hal_attn.packing import PackedSequences
 from hal_attn.states import merge_attention_states
 from hal_attn.testing.outcome import Outcome, Planned, failed, not_run, passed
 from hal_attn.testing.problem import Base, Problem, varlen
-from hal_attn.testing.values import Subject, gradient_comparison, judge_pair, right_answer
+from hal_attn.testing.values import Subject, gradient_comparison, judge_pair
 
 # Rows of keys at which they are cut: unequal, a single one, and not at all.
 CUTS = ((0, 40), (0, 13, 40), (0, 1, 2, 39, 40))
@@ -43,7 +43,7 @@ def plans(subject: Subject, base: Base) -> Iterator[Planned]:
 
 
 def _merges(subject: Subject, problem: Problem) -> Outcome:
-    right = right_answer(problem)
+    right = subject.right_answer(problem)
     query, key, value = problem.on(subject.road.device).tensors
     outcome = Outcome("passed")
     for cut in CUTS:
@@ -57,7 +57,7 @@ def _merges(subject: Subject, problem: Problem) -> Outcome:
 
 def _causal(subject: Subject, problem: Problem) -> Outcome:
     """The second half of the queries: all of the first half of the keys, and a causal square of its own."""
-    right = right_answer(problem)
+    right = subject.right_answer(problem)
     query, key, value = problem.on(subject.road.device).tensors
     first, second = slice(0, 20), slice(20, 40)
     early = _chunk(subject, query[first], key[first], value[first], causal=True)
@@ -72,7 +72,7 @@ def _causal(subject: Subject, problem: Problem) -> Outcome:
 
 def _several(subject: Subject, problem: Problem) -> Outcome:
     """Chunks of two sequences at once, cut at other places in each."""
-    right = right_answer(problem)
+    right = subject.right_answer(problem)
     query, key, value = problem.on(subject.road.device).tensors
     parts = []
     for first, second in ((slice(0, 8), slice(20, 25)), (slice(8, 20), slice(25, 32))):
@@ -86,7 +86,7 @@ def _several(subject: Subject, problem: Problem) -> Outcome:
 def _backward(subject: Subject, base: Base) -> Outcome:
     """Gradients of each half of the keys, with output and LSE of the whole, add up to those of the whole."""
     problem = varlen(base, (24,), (40,))
-    right = right_answer(problem)
+    right = subject.right_answer(problem)
     device = subject.road.device
     query, key, value = problem.on(device).tensors
     weight, scale = right.weight.to(device), query.shape[-1] ** -0.5

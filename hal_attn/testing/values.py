@@ -23,27 +23,31 @@ from hal_attn.testing.road import Road
 
 @dataclass(frozen=True)
 class Subject:
-    """A backend under check: the road to it, and the errors that it declares by dtype."""
+    """A backend under check: the road to it, and how many times the rule's error it declares, by dtype."""
 
     road: Road
     tolerances: tuple[tuple[torch.dtype, float], ...] = ()
 
-    def declared(self, dtype: torch.dtype) -> float | None:
-        """The error that it declares for `dtype`; None where it declares none."""
-        return dict(self.tolerances).get(dtype)
+    def declared(self, dtype: torch.dtype) -> float:
+        """How many times the error of the precision rule is allowed in `dtype`; 1.0 where it declares nothing."""
+        return dict(self.tolerances).get(dtype, 1.0)
+
+    def right_answer(self, problem: Problem) -> Expected:
+        """The right answer to a call as it is laid out, and plain PyTorch's on the device of the call."""
+        return right_answer(problem, self.road.device)
 
 
 @lru_cache(maxsize=12)
-def answer(case: Case, base: Base) -> tuple[Problem, Expected]:
+def answer(case: Case, base: Base, device: torch.device) -> tuple[Problem, Expected]:
     """The call of a case and the right answer to it, kept a while: LSE and gradients are checked after the output."""
     problem = case.make(base)
-    return problem, right_answer(problem)
+    return problem, right_answer(problem, device)
 
 
-def right_answer(problem: Problem) -> Expected:
-    """The right answer to a call as it is laid out."""
+def right_answer(problem: Problem, device: torch.device) -> Expected:
+    """The right answer to a call as it is laid out; plain PyTorch computes on `device`, where the call runs."""
     options = {name: value for name, value in problem.given.items() if name in _OF_THE_ORACLE}
-    return expected(*(tensor.contiguous() for tensor in problem.laid_out()), **options)
+    return expected(*(tensor.contiguous() for tensor in problem.laid_out()), device=device, **options)
 
 
 _OF_THE_ORACLE = (
@@ -54,7 +58,7 @@ _OF_THE_ORACLE = (
 
 def check_output(subject: Subject, case: Case, base: Base) -> Outcome:
     """The output of a call, without the LSE."""
-    problem, right = answer(case, base)
+    problem, right = answer(case, base, subject.road.device)
     return output_outcome(subject, problem, right, case.rule)
 
 
@@ -81,7 +85,7 @@ def judge_output(subject: Subject, problem: Problem, result: Any, right: Expecte
 
 def check_lse(subject: Subject, case: Case, base: Base) -> Outcome:
     """Output and LSE of the call that returns both."""
-    problem, right = answer(case, base)
+    problem, right = answer(case, base, subject.road.device)
     with torch.no_grad():
         result = subject.road.run(problem.on(subject.road.device), return_lse=True)
     return judge_pair(subject, problem, result, right, case.rule)
@@ -104,7 +108,7 @@ def judge_pair(subject: Subject, problem: Problem, result: Any, right: Expected,
 
 def check_gradients(subject: Subject, case: Case, base: Base) -> Outcome:
     """The gradients of query, key and value."""
-    problem, right = answer(case, base)
+    problem, right = answer(case, base, subject.road.device)
     given = problem.on(subject.road.device, requires_grad=True)
     tensors = given.laid_out()
     output = subject.road.call(*tensors, **given.given)

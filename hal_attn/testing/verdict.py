@@ -42,6 +42,18 @@ def simulated(merged: Merged) -> tuple[str, ...]:
     )
 
 
+def declared(merged: Merged) -> tuple[str, ...]:
+    """One sentence for each backend that was held to another error than that of the precision rule."""
+    return tuple(
+        f"{backend.platform}/{backend.name}{_on(label)} declares the error in {dtype}: "
+        f"{times:g} times that of the precision rule was allowed."
+        for label, report in merged.machines
+        for backend in report.backends
+        for dtype, times in backend.tolerances
+        if backend.available
+    )
+
+
 def not_run(merged: Merged) -> tuple[str, ...]:
     """One sentence for each platform that is not here, and for the backends of one that lack the same thing."""
     found: dict[tuple[str, str, str], list[str]] = {}

@@ -96,8 +96,8 @@ def check_backend(
         platform: whose rules hold; its other backends are the peers that claims are counted against.
         device: where the tensors are.
         features: only the checks of these; the coverage counts them all.
-        tolerances: errors by dtype that the backend declares, allowed where the precision rule allows less; they are
-            shown in the messages.
+        tolerances: by dtype, how many times the error of the precision rule is allowed, in the place of what the
+            backend declares itself; shown in the report.
         effort, progress: as for `verify`.
     """
     if effort not in EFFORTS:
@@ -108,7 +108,7 @@ def check_backend(
         reason = "" if elsewhere is None else str(elsewhere)
         planned = () if reason else plan_of(backend, platform, device, effort, tolerances)
         chosen = tuple(each for each in planned if features is None or each.feature in features)
-        report = _reported(backend, platform, chosen, progress, 0, len(chosen), reason)
+        report = _reported(backend, platform, chosen, progress, 0, len(chosen), reason, given=tolerances)
         peers = _claims_of_peers(backend, platform, device)
     return _counted(replace(report, coverage=Coverage(claimed=claimed(planned))), peers)
 
@@ -126,7 +126,8 @@ def plan_of(
     """
 
     def planned() -> tuple[Planned, ...]:
-        return plan(Subject(Road(backend, platform, device), tuple((tolerances or {}).items())), effort)
+        declared = {**backend.tolerances, **(tolerances or {})}
+        return plan(Subject(Road(backend, platform, device), tuple(declared.items())), effort)
 
     found, failure = attempt(planned, None)
     if found is not None:
@@ -227,7 +228,9 @@ def _reported(
     total: int,
     reason: str = "",
     remedy: str = "",
+    given: Mapping[torch.dtype, float] | None = None,
 ) -> BackendReport:
+    declared = attempt(lambda: {**backend.tolerances, **(given or {})}, {})[0]
     return BackendReport(
         name=backend.name,
         platform=platform.name,
@@ -237,6 +240,7 @@ def _reported(
         remedy=remedy,
         checks=_performed(planned, backend.name, platform, progress, done, total),
         coverage=Coverage(claimed=claimed(tuple(planned))),
+        tolerances=tuple((str(dtype).removeprefix("torch."), float(times)) for dtype, times in declared.items()),
     )
 
 

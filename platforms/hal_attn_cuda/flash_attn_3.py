@@ -65,6 +65,9 @@ class FlashAttention3Backend(BatchedKernel, PackedKernel):
     Its gradient is dropped. A row without keys gives LSE -inf. The backward pass is deterministic for head dims of at
     most 192.
 
+    The packed kernel loads whole tiles of keys, those of the next sequence among them, and gives them weight 0: NaN or
+    inf in one sequence reaches its neighbour, as 0 * NaN (seen with fa3-fwd 0.0.3 on an H200). Finite values do not.
+
     fa3-fwd is compiled without backward pass, windows, float16 and paged keys, although its signatures offer them; what
     a build left out is read from its own config and refused by name.
     """
@@ -84,6 +87,7 @@ class FlashAttention3Backend(BatchedKernel, PackedKernel):
         deterministic=True,
         lse=True,
         gradients=True,
+        sequences_isolated=False,
     )
 
     def unavailable(self) -> Refusal | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -39,6 +40,8 @@ class RocmTorchEfficientBackend(TorchEfficientBackend):
     """
 
     capabilities = replace(TorchEfficientBackend.capabilities, causal="square", window=False, max_head_dim=512)
+    # The portable ones are CUTLASS's.
+    tolerances = MappingProxyType({})
 
     def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
         refusals = super().refusals(request) + _aotriton_rules(request, self.architecture(request.device))

@@ -10,6 +10,7 @@ from hal_attn.testing.problem import Base, batched, bool_mask, float_mask, paddi
 from hal_attn.testing.suspects import RULE_OF, lse_suspects, suspects
 from hal_attn.testing.values import right_answer
 
+CPU = torch.device("cpu")
 BASE = Base(torch.float32, 20)
 # Calls whose point is that an option has no effect there.
 WITHOUT_EFFECT = ("window that hides nothing",)
@@ -33,7 +34,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_each_mistake_is_called_by_its_name(name):
     problem = CALLS[name]
-    right = right_answer(problem)
+    right = right_answer(problem, CPU)
     told = {}
     for suspect in suspects(problem):
         output, lse = suspect.answer(problem)
@@ -53,7 +54,7 @@ def test_each_mistake_is_called_by_its_name(name):
 @pytest.mark.parametrize("name", ["sinks", "scale", "causal", "packed"])
 def test_each_mistake_in_the_lse_alone_is_called_by_its_name(name):
     problem = CALLS[name]
-    right = right_answer(problem)
+    right = right_answer(problem, CPU)
     for text, wrong in lse_suspects(right.lse, problem):
         found = of_lse(problem, wrong, right, compare(wrong, right.lse, right.plain_lse), "LSE")
         assert text in found.message
@@ -63,7 +64,7 @@ def test_each_mistake_in_the_lse_alone_is_called_by_its_name(name):
 @pytest.mark.parametrize("case", [case for case in cases() if not case.full], ids=lambda case: case.name)
 def test_no_argument_can_be_dropped_unseen(case):
     problem = case.make(Base(torch.float32, 64))
-    right = right_answer(problem)
+    right = right_answer(problem, CPU)
     if case.name in WITHOUT_EFFECT:
         assert case.make(Base(torch.float32, 64)).options
         return

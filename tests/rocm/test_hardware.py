@@ -47,10 +47,11 @@ def test_backend(backend, is_packed, options, head_dim, lengths, dtype, record_p
         options = {}
     if is_packed:
         query, key, value, sequences = packed([lengths[0], 7], [lengths[1], 30], **shape)
-        right, given = expected(query, key, value, sequences=sequences, **options), {"sequences": sequences}
+        right = expected(query, key, value, sequences=sequences, device="cuda", **options)
+        given = {"sequences": sequences}
     else:
         query, key, value = dense(2, *lengths, **shape)
-        right, given = expected(query, key, value, **options), {}
+        right, given = expected(query, key, value, device="cuda", **options), {}
     given |= {name: on_device(option) for name, option in options.items()}
     function = varlen_attention if is_packed else attention
     inputs = tuple(on_device(tensor) for tensor in (query, key, value))
