@@ -51,7 +51,7 @@ _NOT_MEASURED = "not measured; FlashAttention 2 was written for sm80"
 
 _SHORT, _SHORT_FULL = (f"batched, {band}, fewer than 2,048 tokens" for band in ("causal", "full"))
 _FA3_FIRST = ("flash_attn_3", "flash_attn_4", "torch_cudnn", "flash_attn", "torch_flash")
-_FA3_PACKED = ("flash_attn_3", "flash_attn_4", "flashinfer_cudnn", "flash_attn", "torch_flash", "torch_cudnn")
+_FA3_PACKED = ("flash_attn_3", "flash_attn_4", "flashinfer_cudnn", "torch_cudnn", "flash_attn", "torch_flash")
 _CUDNN_FIRST = ("torch_cudnn", "flash_attn_4", "flash_attn_3", "flash_attn", "torch_flash")
 _BLACKWELL = ("flash_attn_4", "torch_cudnn", "flash_attn", "torch_flash")
 _BLACKWELL_PACKED = ("flash_attn_4", "flashinfer_cudnn", "torch_cudnn", "flash_attn", "torch_flash")
@@ -61,9 +61,6 @@ _OTHERS = ("flash_attn", "torch_flash", "torch_cudnn", "flash_attn_3", "flash_at
 TABLE = (
     Row((9,), "packed", _FA3_PACKED, _H200, packed=True, gradients=False),
     Row((9,), "packed, gradients", _FA3_PACKED, _LIKE_H200, packed=True),
-    Row((9,), _SHORT, _CUDNN_FIRST, _H200, causal=True, gradients=False, below=2048),
-    Row((9,), f"{_SHORT}, gradients", _CUDNN_FIRST, _LIKE_H200, causal=True, below=2048),
-    Row((9,), _SHORT_FULL, _FA3_FIRST, _LONGER, causal=False, below=2048),
     Row((9,), "batched", _FA3_FIRST, _H200, gradients=False),
     Row((9,), "batched, gradients", _FA3_FIRST, _LIKE_H200),
     Row((10, 11), "packed", _BLACKWELL_PACKED, _FA4_PAPER, packed=True),
