@@ -7,6 +7,7 @@ import pytest
 import torch
 from hal_attn_cpu.platform import CpuPlatform
 
+from hal_attn import InvalidAttentionInputError
 from hal_attn.cli.verify import _show
 from hal_attn.testing import Report, check_backend, html, values, verdict
 from hal_attn.testing.merge import Merged
@@ -60,6 +61,11 @@ def test_a_run_may_say_otherwise_and_the_message_has_it():
     assert check.status == "failed"
     assert "2 times the rule's, as declared" in check.message
     assert report.tolerances == (("float32", 2.0),)
+
+
+def test_an_error_in_the_place_of_a_multiple_is_refused():
+    with pytest.raises(InvalidAttentionInputError, match=r"tolerances: got 0.0001 for float32; allowed: 1.0 or more"):
+        plain(Working(), tolerances={torch.float32: 1e-4})
 
 
 def test_nothing_is_said_where_nothing_is_declared():
