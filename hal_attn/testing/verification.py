@@ -99,6 +99,9 @@ def check_backend(
         tolerances: by dtype, how many times the error of the precision rule is allowed, in the place of what the
             backend declares itself; shown in the report.
         effort, progress: as for `verify`.
+
+    Raises:
+        InvalidAttentionInputError: an argument is none of the allowed values.
     """
     if effort not in EFFORTS:
         raise InvalidAttentionInputError("effort", repr(effort), " or ".join(EFFORTS))
@@ -125,8 +128,10 @@ def plan_of(
     A backend that cannot even be asked has one, which fails.
     """
 
+    given = _times(tolerances or {})
+
     def planned() -> tuple[Planned, ...]:
-        declared = {**backend.tolerances, **(tolerances or {})}
+        declared = _times({**backend.tolerances, **given})
         return plan(Subject(Road(backend, platform, device), tuple(declared.items())), effort)
 
     found, failure = attempt(planned, None)
@@ -134,6 +139,16 @@ def plan_of(
         return found
     text = f"it cannot be asked what it takes: {failure}"
     return (Planned("it describes itself", "contract", "contract", lambda: failed(text, "contract")),)
+
+
+def _times(tolerances: Mapping[torch.dtype, float]) -> Mapping[torch.dtype, float]:
+    """`tolerances`, once it is sure that they are multiples and no errors."""
+    for dtype, times in tolerances.items():
+        if not times >= 1:
+            have = f"{times} for {str(dtype).removeprefix('torch.')}"
+            need = "1.0 or more: how many times the error of the precision rule is allowed"
+            raise InvalidAttentionInputError("tolerances", have, need)
+    return tolerances
 
 
 def out_of_reach(backend: AttentionBackend, platform: Platform, device: torch.device) -> Refusal | None:

@@ -195,6 +195,24 @@ class ReadsNeighbours(Working):
         return (output, found[1]) if return_lse else output
 
 
+class NanReachesNeighbours(Working):
+    """Finite values stay where they are; sequences_isolated is claimed."""
+
+    def forward_varlen(self, query, key, value, *, return_lse=False, **options):
+        found = super().forward_varlen(query, key, value, return_lse=return_lse, **options)
+        output = found[0] if return_lse else found
+        output = output + 0 * value.sum()
+        return (output, found[1]) if return_lse else output
+
+
+class SplitsOneQuery(Working):
+    """deterministic is claimed; with one query the parts of the keys are joined in any order, which the LSE shows."""
+
+    def attend(self, query, key, value, **options):
+        output, lse = super().attend(query, key, value, **options)
+        return output, lse if query.shape[1] > 1 else lse * (1 + 1e-6 * torch.rand(1))
+
+
 class OneMetadataForAll(Working):
     """What is prepared for a batch is kept by its total, and serves batches of other lengths."""
 

@@ -32,6 +32,8 @@ CAUGHT = {
     liars.DropsTheOthers: ("dropout", "dropout", "dropout_p is taken for the share to keep"),
     liars.NanReachesRows: ("hidden values", "hidden values", "nan at keys that bool mask hides"),
     liars.ReadsNeighbours: ("neighbours", "packed", "changed rows that may not see them"),
+    liars.NanReachesNeighbours: ("neighbours", "packed", "NaN in another sequence changed rows"),
+    liars.SplitsOneQuery: ("deterministic", "determinism", "LSE: two calls with deterministic=True differ"),
     liars.OneMetadataForAll: ("metadata", "metadata", "sequences with the total and the longest of those before"),
     liars.ChunksOfAnotherBase: ("ring merge", "merging", "merged from 2 parts"),
     liars.IgnoresStrides: ("strides", "layouts", "output: error"),

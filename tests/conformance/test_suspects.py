@@ -5,7 +5,7 @@ import torch
 
 from hal_attn.testing.cases import cases
 from hal_attn.testing.diagnosis import of_lse, of_output
-from hal_attn.testing.precision import compare
+from hal_attn.testing.precision import Comparison, compare
 from hal_attn.testing.problem import Base, batched, bool_mask, float_mask, padding, sinks, slopes, varlen
 from hal_attn.testing.suspects import RULE_OF, lse_suspects, suspects
 from hal_attn.testing.values import right_answer
@@ -74,6 +74,45 @@ def test_no_argument_can_be_dropped_unseen(case):
             output, lse = suspect.answer(problem)
             seen = not compare(output, right.output, right.plain_output).ok
             assert seen or not compare(lse, right.lse, right.plain_lse).ok, suspect.text
+
+
+def test_rounding_is_called_by_no_mistake_whose_answer_is_infinite_elsewhere():
+    """An inverted padding mask hides every key of a sequence that has no padding: LSE -inf, which is far from all."""
+    problem = batched(BASE, scale=0.3, key_padding_mask=padding())
+    right = right_answer(problem, CPU)
+    inverted = next(s for s in suspects(problem) if "padding mask is inverted" in s.text)
+    assert inverted.answer(problem)[1].isneginf().any()
+    found = (right.lse * (1 + 1e-5)).float()
+    outcome = of_lse(problem, found, right, compare(found, right.lse, right.plain_lse), "LSE")
+    assert outcome.status == "failed"
+    assert "the right formula with too few digits" in outcome.message
+    assert outcome.rule == "precision"
+
+
+@pytest.mark.parametrize("digits", [1e-5, 1e-6])
+@pytest.mark.parametrize("name", CALLS)
+def test_rounding_is_no_mistake_of_structure(name, digits):
+    problem = CALLS[name]
+    right = right_answer(problem, CPU)
+    noise = 1 + digits * torch.linspace(-1, 1, right.output.numel(), dtype=torch.float64).reshape(right.output.shape)
+    output = (right.output * noise).float()
+    comparison = compare(output, right.output, right.plain_output)
+    outcome = of_output(problem, output, right, comparison, "structure")
+    assert outcome.rule == "precision", outcome.message
+
+
+def test_a_mistake_that_hardly_shows_is_not_named():
+    """A sink far below every score: to leave it out changes the last digits, as rounding does."""
+    problem = batched(BASE, sinks=torch.full((4,), -15.0))
+    right = right_answer(problem, CPU)
+    output, lse = next(s for s in suspects(problem) if s.text == "sinks is ignored").answer(problem)
+    apart = (output - right.output).abs().max().item(), (lse - right.lse).abs().max().item()
+    assert min(apart) > 0
+    for part, of, exact in ((output, of_output, right.output), (lse, of_lse, right.lse)):
+        comparison = Comparison(error=(part - exact).abs().max().item(), allowed=0.6 * max(apart))
+        assert "sink" not in of(problem, part, right, comparison, "LSE").message
+        shows = Comparison(error=comparison.error, allowed=0.1 * min(apart))
+        assert "sink" in of(problem, part, right, shows, "LSE").message
 
 
 def test_names_are_unlike():
