@@ -1,6 +1,6 @@
 """What was measured on an H200, from docs/data: TFLOP/s of each backend by a shape's key, and the shape as a request.
 
-The file is one of `hal-attn bench kernels --json`; another run takes its place.
+The files are of `hal-attn bench kernels --json`; other runs take their place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 from hal_attn import AttentionRequest
 
-FILE = Path(__file__).parents[1] / "docs" / "data" / "h200-kernels.json"
+FOLDER = Path(__file__).parents[1] / "docs" / "data"
+FILES = [FOLDER / f"h200-kernels{part}.json" for part in ("", "-more", "-gradients")]
 # The shapes of the table in docs/performance.md, forward, bfloat16.
 SHAPES = {
     "batched 16 of 1024 H16/16 D128 causal",
@@ -38,7 +39,13 @@ def _key(row: Mapping[str, Any]) -> str:
     return f"{kind} {sizes} H{about['heads']}/{about['kv_heads']} D{about['head_dim']} {band} {row['passes']}"
 
 
-_ROWS = [row for row in json.loads(FILE.read_text())["rows"] if row.get("teraflops") and not row.get("wrong")]
+# Forward passes that were measured again beside their gradients stay out: what is compared is of one run.
+_ROWS = [
+    row
+    for file in FILES
+    for row in json.loads(file.read_text())["rows"]
+    if row["teraflops"] and not row["wrong"] and (row["passes"] == "forward") == ("gradients" not in file.name)
+]
 _PROBLEMS = {_key(row): row["problem"] for row in _ROWS}
 H200: dict[str, dict[str, float]] = {
     key: {row["backend"]: row["teraflops"] for row in _ROWS if _key(row) == key} for key in _PROBLEMS

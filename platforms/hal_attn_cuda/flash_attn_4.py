@@ -59,6 +59,8 @@ class FlashAttention4Backend(BatchedKernel, PackedKernel):
         lse_gradient=True,
         gradients=True,
         option_gradients=frozenset({"sinks"}),
+        # A tile of keys goes beyond the end of its sequence, where a weight of 0 times NaN is NaN (seen on an H200).
+        sequences_isolated=False,
     )
 
     def refusals(self, request: AttentionRequest) -> tuple[Refusal, ...]:
@@ -67,6 +69,11 @@ class FlashAttention4Backend(BatchedKernel, PackedKernel):
         refusals += positive_scale_rule(request)
         capability = compute_capability(architecture)
         return refusals if capability is None else refusals + _generation_rules(request, capability // 10)
+
+    def prefers_batched(self, request: AttentionRequest) -> bool:
+        # On an H200 (4.0.0b36, bfloat16) the packed kernel took, over the same sequences: 64 of 512 1.15 times as long,
+        # 20 of 1,500 1.06, 4 of 4,096 1.03, one of 32,768 1.01. The results were equal bit for bit.
+        return True
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
         options: dict[str, Any] = {

@@ -93,7 +93,8 @@ def test_use_backend_inside_a_compiled_program_is_never_lost(taken):
 
 def test_the_choice_follows_the_lengths_not_the_first_ones(monkeypatch):
     """The simulated device prefers another backend for long sequences; the program is the same."""
-    monkeypatch.setenv("HAL_ATTN_SIMULATE", "cuda:sm90,fa3=full")
+    monkeypatch.setenv("HAL_ATTN_SIMULATE", "cuda:sm90")
+    monkeypatch.setenv("HAL_ATTN_DISABLED_BACKENDS", "flash_attn_3")
     program = Program(run, dynamic=True)
     names, graphs = set(), set()
     # No two dimensions of one size: PyTorch takes those for one number at first.

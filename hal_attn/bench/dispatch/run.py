@@ -22,10 +22,14 @@ from hal_attn.settings import read
 KIND = "dispatch"
 Tick = Callable[[str, int, int], None]
 
+# Of one call in one round: what takes long needs no many calls to be told from what does not.
+_ROUND_US = 10_000.0
+_WARMUPS = 50
+
 
 @dataclass(frozen=True)
 class Effort:
-    """How often: `rounds` of `calls` calls of each."""
+    """How often: `rounds` of `calls` calls of each, of a slow one fewer."""
 
     rounds: int
     calls: int
@@ -69,7 +73,7 @@ def measure(device: torch.device, effort: Effort, with_peers: bool, tick: Tick) 
             own += [calls.bare_sdpa(device), *calls.of_nothing(diffusers)]
             rows = _rows([*own, *others], _times(device, [*own, *others], effort, tick))
         found = facts(
-            device, threads=threads(), effort=f"median of {effort.rounds} rounds of {effort.calls} calls of each"
+            device, threads=threads(), effort=f"median of {effort.rounds} rounds of up to {effort.calls} calls of each"
         )
     return Report(KIND, "us", found, tuple(asdict(row) for row in rows), tuple(notes), not failed)
 
@@ -77,13 +81,16 @@ def measure(device: torch.device, effort: Effort, with_peers: bool, tick: Tick) 
 def _times(device: torch.device, timed: Sequence[Timed], effort: Effort, tick: Tick) -> dict[str, list[float]]:
     """Microseconds a call, by name, one a round."""
     found: dict[str, list[float]] = {one.name: [] for one in timed}
+    counts = dict.fromkeys(found, min(effort.calls, _WARMUPS))
     for turn in range(effort.rounds + 1):
         tick("round", turn, effort.rounds + 1)
         for one in timed:
             with one.around():
-                us = _time(device, one, effort.calls)
-            if turn:  # The first round warms up.
+                us = _time(device, one, counts[one.name])
+            if turn:
                 found[one.name].append(us)
+            else:  # The first round warms up, and tells how many calls a round has time for.
+                counts[one.name] = max(1, min(effort.calls, int(_ROUND_US / us)))
     tick("done", effort.rounds + 1, effort.rounds + 1)
     return found
 
