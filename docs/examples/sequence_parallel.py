@@ -22,4 +22,5 @@ alone = varlen_attention(query, key, value, sequences=PackedSequences.from_lengt
 if groups.rank == 0:
     print(plan)
     print(f"largest difference from one process: {(whole - alone).abs().max().item():.1e}")
+del groups, plan  # they keep the process groups, which must be gone before the interpreter exits
 dist.destroy_process_group()

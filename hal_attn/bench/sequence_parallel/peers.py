@@ -151,6 +151,8 @@ class TorchContextParallel:
                 yield Running(attend, shard, shard)
         finally:
             private._cp_options.enable_load_balance = balanced
+            # Its caches keep the mesh for ever, which must not keep the process groups: it finds them again by name.
+            getattr(self._mesh, "_pg_registry", {}).clear()
 
     @cached_property
     def _mesh(self) -> Any:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hal_attn.bench.timing import synchronise
+from hal_attn.bench.timing import synchronise, trace
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.registry import default_registry
 from hal_attn.settings import read
@@ -76,6 +76,9 @@ class Ranks:
 def joined(device: torch.device) -> Iterator[Ranks]:
     """The ranks that `torchrun` started, or one alone, each on its own device of this type.
 
+    The process group ends with the block, so that none of its threads runs while the interpreter exits: nothing outside
+    may keep it, or what holds it.
+
     Raises:
         InvalidAttentionInputError: more ranks on this machine than it has devices.
     """
@@ -93,6 +96,9 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     if size == 1:
         yield Ranks(0, 1, device)
         return
+    # The profiler's first run imports modules of PyTorch that keep the default group of that moment for ever, in the
+    # default arguments of their functions; without a group yet they keep none.
+    trace(lambda: None)
     dist.init_process_group(platform.process_group_backend, timeout=_TIMEOUT)
     try:
         yield Ranks(rank, size, device)
