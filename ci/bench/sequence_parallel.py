@@ -71,7 +71,7 @@ def wanted(device: torch.device, quick: bool, backend: str) -> list[Wanted]:
             backend,
             False,
             True,
-            Effort(3 if quick or size > 100_000 else 5, 600_000 // size),
+            Effort(2, 3) if size > 100_000 else Effort(3 if quick else 5, 600_000 // size),
         )
         for size in sizes
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hal_attn.portable.operators import wants_gradient
 from hal_attn.simulation.aten import ALIGNMENT, must
 from hal_attn.simulation.attention import Attended, Band, attend
 
@@ -104,7 +105,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         q.shape[2] <= 128 and q.shape[2] % ALIGNMENT == 0 and v.shape[2] <= 128, "No execution plans support the graph"
     )
     must(q.shape[1] % k.shape[1] == 0, "query heads must be a multiple of key heads")
-    must(not (q.requires_grad or k.requires_grad or v.requires_grad), "there is no backward pass")
+    must(not wants_gradient(q, k, v), "there is no backward pass")
 
 
 def _lengths(lengths: Tensor | None) -> list[int]:
