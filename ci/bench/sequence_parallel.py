@@ -50,8 +50,9 @@ PLOTTED = find_spec("matplotlib") is not None
 def wanted(device: torch.device, quick: bool, backend: str) -> list[Wanted]:
     """Speed, size by size; then gradients; then float32 with gradients, on problems that one device does in a moment.
 
-    A sample is many layers in a row, as in a model: the first one waits for the host and for the slower rank. With
-    gradients a layer is a forward and a backward pass, 12 in a row; of float32, where speed is nobody's claim, one.
+    A sample is many layers in a row, about 0.3 s, as in a model: the first one waits for the host and for the slower
+    rank. With gradients a layer is a forward and a backward pass, 12 in a row; of float32, where speed is nobody's
+    claim, one.
     """
     if device.type == "cpu":
         sizes, small, heads, dim, dtype = (512,), 256, 4, 32, torch.float32
@@ -71,7 +72,7 @@ def wanted(device: torch.device, quick: bool, backend: str) -> list[Wanted]:
             backend,
             False,
             True,
-            Effort(2, 3) if size > 100_000 else Effort(3 if quick else 5, 600_000 // size),
+            Effort(2 if size > 100_000 else 3 if quick else 5, 3, seconds=0.3),
         )
         for size in sizes
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -12,13 +13,22 @@ from hal_attn.bench.sequence_parallel.ranks import Ranks
 from hal_attn.bench.timing import Call, synchronise
 
 
+_MOST_LAYERS = 96
+
+
 @dataclass(frozen=True)
 class Effort:
-    """How often: `repeats` samples of `layers` calls in a row, as the layers of a model follow one another."""
+    """How often: `repeats` samples of `layers` calls in a row, as the layers of a model follow one another; of more, up
+    to 96, where a sample would not last `seconds`: its first layer waits for the host, and for the slower rank."""
 
     repeats: int
     layers: int
     warmups: int = 2
+    seconds: float = 0.0
+
+    def layers_of(self, milliseconds: float) -> int:
+        """Calls in a sample, where one takes so long."""
+        return max(self.layers, min(_MOST_LAYERS, math.ceil(self.seconds * 1e3 / milliseconds)))
 
 
 def in_turns(ranks: Ranks, whole: Call, call: Call, effort: Effort) -> tuple[float, float]:
@@ -28,10 +38,12 @@ def in_turns(ranks: Ranks, whole: Call, call: Call, effort: Effort) -> tuple[flo
     Devices get slower as they get warm and short of power, and quicker in a pause, so the two are measured as near to
     each other as can be, and their samples take about as long.
     """
-    layers = (max(1, effort.layers // ranks.size), effort.layers)
     samples: tuple[list[float], list[float]] = ([], [])
     for _ in range(effort.warmups):
         call()
+    ranks.meet()
+    count = effort.layers_of(ranks.largest([_sample(ranks.device, call, 1)])[0])
+    layers = (max(1, count // ranks.size), count)
     for _ in range(effort.repeats):
         for each, count, taken in zip((whole, call), layers, samples, strict=True):
             ranks.meet()
