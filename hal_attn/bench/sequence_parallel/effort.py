@@ -12,7 +12,6 @@ import torch
 from hal_attn.bench.sequence_parallel.ranks import Ranks
 from hal_attn.bench.timing import Call, synchronise
 
-
 _MOST_LAYERS = 96
 
 
