@@ -156,7 +156,8 @@ def _transformers(device: torch.device) -> Iterator[list[Timed]]:
 
 @contextmanager
 def _stand_in(utils: Any) -> Iterator[None]:
-    """A module under the name that it imports FlashAttention 3 by, whose functions do nothing."""
+    """A module under the name that it imports FlashAttention 3 by, whose functions do nothing: there only while it is
+    imported, because our own backend of FlashAttention 3 is found by that name too."""
     name = "flash_attn_interface"
     module: Any = ModuleType(name)
     module.flash_attn_func, module.flash_attn_varlen_func = _nothing_for_flash, _nothing_for_packed_flash
@@ -165,14 +166,16 @@ def _stand_in(utils: Any) -> Iterator[None]:
     sys.modules[name] = module
     try:
         utils.lazy_import_flash_attention("flash_attention_3")
-        yield
     finally:
-        # So that the next call imports the real one.
-        utils._loaded_implementation = None
         if before is None:
             del sys.modules[name]
         else:
             sys.modules[name] = before
+    try:
+        yield
+    finally:
+        # So that the next call imports the real one.
+        utils._loaded_implementation = None
 
 
 def _nothing_for_flash(
