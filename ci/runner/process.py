@@ -95,10 +95,14 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask it and all that it started to end, for one of them may have others to end elsewhere; then end them."""
+    """Ask it and all that it started to end, for one of them may have others to end elsewhere; then end those that are
+    left, though it was itself the first to go."""
     os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(PATIENCE)
+    end = time.monotonic() + PATIENCE
     with suppress(ProcessLookupError):
+        while time.monotonic() < end:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -214,16 +214,13 @@ def _packed_gradients(
 
 def _with_backward(call: Call, rows: tuple[Tensor, Tensor, Tensor], settings: Settings) -> tuple[AttentionBackend, ...]:
     """Backends of this platform that take the call and have a backward pass for some of the keys, the fastest first; an
-    inference kernel may have made the output. Sequences that are alike are a batch, and have its order."""
+    inference kernel may have made the output."""
 
     def find() -> tuple[AttentionBackend, ...]:
         options = {"causal": call.causal, "window_size": call.window_size, "scale": settings.scale}
-        sequences: PackedSequences | None = call.sequences
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in rows]
-            if call.sequences.uniform:
-                sequences, leaves = None, [leaf.unflatten(0, (call.sequences.count, -1)) for leaf in leaves]
-            selection = explain(*leaves, sequences=sequences, **options)  # type: ignore[arg-type]
+            selection = explain(*leaves, sequences=call.sequences, **options)  # type: ignore[arg-type]
         able = (candidate.backend for candidate in selection.considered if not candidate.refusals)
         none = AttentionBackend.backward_varlen
         return tuple(backend for backend in able if type(backend).backward_varlen is not none)

@@ -77,11 +77,11 @@ class RowSet:
         return tensor.index_select(dim, self.on(tensor.device))
 
     def put(self, target: Tensor, rows: Tensor, dim: int = 0) -> None:
-        """Write `rows` at these rows of `target`."""
+        """Write `rows` at these rows of `target`, in its dtype."""
         if self.index is None:
             self.take(target, dim).copy_(rows)
         else:
-            target.index_copy_(dim, self.on(target.device), rows)
+            target.index_copy_(dim, self.on(target.device), rows.to(target.dtype))
 
     def add(self, target: Tensor, rows: Tensor) -> None:
         """Add `rows` to these rows of `target`."""

@@ -77,6 +77,10 @@ def compare(
         return Comparison(f"{int(infinite.sum())} values are not finite: {_first(infinite, result, oracle)}")
     gradient = largest_gradient is not None
     simple = plain.detach().double().masked_fill(hidden, 0.0)
+    if not torch.isfinite(simple).all():
+        # An infinite error would allow everything.
+        place = _first(~torch.isfinite(simple), simple, oracle)
+        return Comparison(f"plain PyTorch, whose error is the measure, is not finite in this call: {place}")
     # The oracle has no more digits than a float64 result, so its own rounding has to be allowed there.
     units = ORACLE_UNITS if oracle.dtype == result.dtype else GRADIENT_UNITS if gradient else 1
     largest = exact.abs().max().item() if largest_gradient is None else largest_gradient

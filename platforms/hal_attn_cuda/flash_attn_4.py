@@ -21,6 +21,8 @@ from hal_attn.request import AttentionRequest
 
 LATENT = (192, 128)
 BACKWARD_MULTIPLE = 32
+# CUDA's limit for the second and third dimension of a grid.
+MOST_IN_GRID = 65_535
 
 
 class FlashAttention4Backend(BatchedKernel, PackedKernel):
@@ -72,8 +74,9 @@ class FlashAttention4Backend(BatchedKernel, PackedKernel):
 
     def prefers_batched(self, request: AttentionRequest) -> bool:
         # On an H200 (4.0.0b36, bfloat16) the packed kernel took, over the same sequences: 64 of 512 1.15 times as long,
-        # 20 of 1,500 1.06, 4 of 4,096 1.03, one of 32,768 1.01. The results were equal bit for bit.
-        return True
+        # 20 of 1,500 1.06, 4 of 4,096 1.03, one of 32,768 1.01. The results were equal bit for bit. The batched one
+        # counts sequences in the third dimension of its grid on sm9x (`SingleTileScheduler`), the packed one does not.
+        return request.batch <= MOST_IN_GRID
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
         options: dict[str, Any] = {

@@ -100,3 +100,28 @@ def _within(seconds, holds):
             return True
         time.sleep(0.05)
     return False
+
+
+def test_a_child_has_its_time_to_end_although_its_parent_ended_at_once(tmp_path, monkeypatch):
+    """As torchrun, which ends its ranks first: they are in sessions of their own."""
+    child, tidied = tmp_path / "child", tmp_path / "tidied"
+    wait = subprocess.Popen.wait
+
+    def once_the_child_is_there(self, timeout=None):
+        assert _within(120, lambda: child.exists() and child.read_text()), "the child did not start"
+        return wait(self, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", once_the_child_is_there)
+    inner = (
+        "import os, signal, time\n"
+        "def tidy(*_):\n"
+        "    time.sleep(0.5)\n"
+        f"    open({str(tidied)!r}, 'w').close()\n"
+        "    os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, tidy)\n"
+        f"open({str(child)!r}, 'w').write('there')\n"
+        "time.sleep(600)"
+    )
+    code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {inner!r}])\ntime.sleep(600)"
+    assert run(tmp_path / "a.log", code, minutes=0.01).returncode is None
+    assert tidied.exists()

@@ -12,6 +12,7 @@ from hal_attn.cli.verify import _show
 from hal_attn.testing import Report, check_backend, html, values, verdict
 from hal_attn.testing.merge import Merged
 from hal_attn.testing.plain import full_precision
+from hal_attn.testing.precision import compare
 from hal_attn.testing.problem import Base, batched
 from hal_attn.testing.road import Road
 from hal_attn.testing.values import Subject
@@ -114,3 +115,11 @@ def test_full_precision_under_switches_that_pytorch_will_not_name():
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan], ids=str)
+def test_a_device_whose_plain_pytorch_is_not_finite_allows_nothing(broken):
+    right = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    found = compare(torch.tensor([1.0, 500.0]), right, torch.tensor([1.0, broken]))
+    assert not found.ok
+    assert str(found).startswith("plain PyTorch, whose error is the measure, is not finite in this call: ")

@@ -155,8 +155,8 @@ def test_tensors_that_lie_otherwise_are_laid_out_alike(simulate):
     ],
     ids=str,
 )
-def test_a_hop_has_the_order_of_a_batch_where_its_sequences_are_alike(simulate, monkeypatch, options, taken):
-    """cuDNN before PyTorch's own flash kernel, which comes first for packed calls; FlashAttention 4 is not here."""
+def test_cudnn_computes_the_gradients_of_a_hop_whose_sequences_are_alike(simulate, monkeypatch, options, taken):
+    """Before PyTorch's own flash kernel, which takes the others; FlashAttention 4 is not here."""
     simulate("sm90")
     monkeypatch.setenv("HAL_ATTN_DISABLED_BACKENDS", "flash_attn_4")
     calls = []

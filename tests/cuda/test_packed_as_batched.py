@@ -1,10 +1,11 @@
-"""Packed sequences of one length go to FlashAttention 3's batched function, and only those."""
+"""Packed sequences of one length go to the batched function of FlashAttention 3 and 4, and only those."""
 
+from dataclasses import replace
 from functools import wraps
 
 import pytest
 
-from hal_attn import varlen_attention
+from hal_attn import explain, varlen_attention
 from hal_attn.registry import default_registry
 from tests.cuda.calls import sequences
 from tests.support import assert_right
@@ -52,3 +53,12 @@ def test_where_it_goes(called, lengths, lengths_k, options, where, return_lse):
     assert called == [where]
     assert isinstance(result, tuple) == return_lse
     assert "flash_attn_3" in assert_right(*tensors, **given)
+
+
+def test_more_sequences_than_a_grid_has_blocks_stay_with_the_packed_kernel_of_flash_attention_4(simulate):
+    simulate("sm90")
+    tensors, given = sequences((5, 5, 5))
+    found = explain(*tensors, **given)
+    backend = next(each.backend for each in found.considered if each.backend.name == "flash_attn_4")
+    assert backend.prefers_batched(replace(found.request, batch=65_535))
+    assert not backend.prefers_batched(replace(found.request, batch=65_536))

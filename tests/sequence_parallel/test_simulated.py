@@ -74,3 +74,11 @@ def test_rows_that_see_nothing_in_a_hop(pool, device, empty_lse):
     """What a kernel gives as their LSE reaches no state."""
     case = case_of(Degrees(ring=3), torch.float16, lengths_k=(4, 7, 0, 3, 12, 6, 1), causal=True)
     assert_right(pool, case, {"HAL_ATTN_SIMULATE": f"{device},empty_lse={empty_lse}"})
+
+
+@pytest.mark.parametrize("degrees", [Degrees(ring=2), Degrees(kv_gather=2)], ids=str)
+@pytest.mark.parametrize("dtype", DEVICES["cuda:sm90"])
+def test_replicated_rows_of_a_rank_whose_gradient_is_one_call_of_a_kernel(pool, degrees, dtype):
+    """Of the first of two ranks, which sees no other's keys: the kernel's gradient of all rows, in its dtype."""
+    case = case_of(degrees, dtype, lengths=(9, 8), causal=True, layout="contiguous", prefix=2)
+    assert_right(pool, case, {"HAL_ATTN_SIMULATE": "cuda:sm90"})

@@ -24,7 +24,8 @@ Tick = Callable[[str, int, int], None]
 
 # Of one call in one round: what takes long needs no many calls to be told from what does not.
 _ROUND_US = 10_000.0
-_WARMUPS = 50
+# Parts of the first round and calls in each: the quickest part has none of what only a first call does, as imports.
+_PARTS, _PART = 5, 10
 
 
 @dataclass(frozen=True)
@@ -81,18 +82,23 @@ def measure(device: torch.device, effort: Effort, with_peers: bool, tick: Tick) 
 def _times(device: torch.device, timed: Sequence[Timed], effort: Effort, tick: Tick) -> dict[str, list[float]]:
     """Microseconds a call, by name, one a round."""
     found: dict[str, list[float]] = {one.name: [] for one in timed}
-    counts = dict.fromkeys(found, min(effort.calls, _WARMUPS))
+    counts: dict[str, int] = {}
     for turn in range(effort.rounds + 1):
         tick("round", turn, effort.rounds + 1)
         for one in timed:
             with one.around():
-                us = _time(device, one, counts[one.name])
-            if turn:
-                found[one.name].append(us)
-            else:  # The first round warms up, and tells how many calls a round has time for.
-                counts[one.name] = max(1, min(effort.calls, int(_ROUND_US / us)))
+                if turn:
+                    found[one.name].append(_time(device, one, counts[one.name]))
+                else:
+                    counts[one.name] = _count(device, one, effort.calls)
     tick("done", effort.rounds + 1, effort.rounds + 1)
     return found
+
+
+def _count(device: torch.device, timed: Timed, most: int) -> int:
+    """How many calls a round has time for; asking warms them up."""
+    us = min(_time(device, timed, min(most, _PART)) for _ in range(_PARTS))
+    return max(1, min(most, int(_ROUND_US / us)))
 
 
 def _time(device: torch.device, timed: Timed, count: int) -> float:
