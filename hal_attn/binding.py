@@ -96,7 +96,10 @@ def _trial(
     """The call of a backend, and what backends may be measured with; None for a call without queries or keys."""
 
     def call_of(backend: AttentionBackend) -> BoundCall:
-        made = _dense_call(backend, request, bool(options)) if sequences is None else _packed_call(backend, request)
+        if sequences is None:
+            made = _dense_call(backend, request, bool(options))
+        else:
+            made = _packed_call(backend, request, sequences.cu_seqlens_host is not None)
         return _without_autocast(made, request)
 
     if not (request.tokens_q and request.tokens_k):
@@ -142,10 +145,11 @@ def _dense_call(backend: AttentionBackend, request: AttentionRequest, with_tenso
     return short if short is not None else partial(backend.unchecked("forward"), **request.options())
 
 
-def _packed_call(backend: AttentionBackend, request: AttentionRequest) -> BoundCall:
+def _packed_call(backend: AttentionBackend, request: AttentionRequest, known: bool) -> BoundCall:
+    """`known`: the host knows the lengths; offsets that only the device knows go to a kernel that reads them."""
     if backend.implements("forward_varlen"):
         native = native_call(backend, request)
-        batched = backend.bind(request) if _batched_is_better(backend, request) else None
+        batched = backend.bind(request) if known and _batched_is_better(backend, request) else None
         return native if batched is None else _over_views(batched, request, native)
     options, plan_of, short = request.options(), plan_maker(backend, request), backend.bind(request)
     # Bound for the longest lengths, it serves others only where no query can be without keys.

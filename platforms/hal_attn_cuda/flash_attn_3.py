@@ -110,7 +110,7 @@ class FlashAttention3Backend(BatchedKernel, PackedKernel):
         return refusals if library is None else refusals + _build_rules(request, library, dim)
 
     def prefers_batched(self, request: AttentionRequest) -> bool:
-        # On an H200 (fa3-fwd 0.0.3, bfloat16) the packed kernel took, over the same sequences: 64 of 512 1.27 times as
+        # On an H200 (fa3-fwd 0.0.3, bfloat16) the packed kernel took, over the same sequences: 64 of 512 1.19 times as
         # long, 20 of 1,500 1.07, one causal of 32,768 1.03, one full of 65,536 1.03 (at the limit of power; in short
         # bursts 0.99). The results were equal bit for bit.
         return True

@@ -50,7 +50,8 @@ _GRADIENTS = (
 _FA4_PAPER = "not measured here; published for B200, bfloat16: FlashAttention 4 before cuDNN 9.13 (arXiv:2603.05451)"
 _NOT_MEASURED = "not measured; FlashAttention 2 was written for sm80"
 
-# FlashAttention 4 takes the host longer than cuDNN: with little to compute it comes after it.
+# FlashAttention 4 takes the host longer than cuDNN: with little to compute it comes after it. flashinfer_cudnn was not
+# measured; it has cuDNN's packed kernel, where torch_cudnn pads.
 _SHORT = ("flash_attn_3", "flashinfer_cudnn", "torch_cudnn", "flash_attn_4", "flash_attn", "torch_flash")
 _LONG = ("flash_attn_3", "flash_attn_4", "flashinfer_cudnn", "torch_cudnn", "flash_attn", "torch_flash")
 _BLACKWELL = ("flash_attn_4", "flashinfer_cudnn", "torch_cudnn", "flash_attn", "torch_flash")

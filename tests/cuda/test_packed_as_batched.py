@@ -4,8 +4,9 @@ from dataclasses import replace
 from functools import wraps
 
 import pytest
+import torch
 
-from hal_attn import explain, varlen_attention
+from hal_attn import PackedSequences, explain, varlen_attention
 from hal_attn.registry import default_registry
 from tests.cuda.calls import sequences
 from tests.support import assert_right
@@ -62,3 +63,12 @@ def test_more_sequences_than_a_grid_has_blocks_stay_with_the_packed_kernel_of_fl
     backend = next(each.backend for each in found.considered if each.backend.name == "flash_attn_4")
     assert backend.prefers_batched(replace(found.request, batch=65_535))
     assert not backend.prefers_batched(replace(found.request, batch=65_536))
+
+
+def test_offsets_that_only_the_device_knows_are_read(called):
+    """Of a buffer of 9 rows the one sequence has 6."""
+    tensors, _ = sequences((9,))
+    offsets = torch.tensor([0, 6], dtype=torch.int32)
+    packing = PackedSequences.from_device_offsets(offsets, offsets, 9, 9)
+    varlen_attention(*tensors, sequences=packing, backend="flash_attn_3")
+    assert called == ["packed"]
