@@ -66,9 +66,9 @@ def test_more_sequences_than_a_grid_has_blocks_stay_with_the_packed_kernel_of_fl
 
 
 def test_offsets_that_only_the_device_knows_are_read(called):
-    """Of a buffer of 9 rows the one sequence has 6."""
+    """Also where one sequence of the longest length can only be all rows: the device has the word."""
     tensors, _ = sequences((9,))
-    offsets = torch.tensor([0, 6], dtype=torch.int32)
+    offsets = torch.tensor([0, 9], dtype=torch.int32)
     packing = PackedSequences.from_device_offsets(offsets, offsets, 9, 9)
     varlen_attention(*tensors, sequences=packing, backend="flash_attn_3")
     assert called == ["packed"]
