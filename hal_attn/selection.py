@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,6 +27,7 @@ from hal_attn.registry import Registry
 from hal_attn.request import AttentionRequest
 from hal_attn.settings import Settings
 from hal_attn.tuning.record import Record
+from hal_attn.warning import warn
 
 
 class Candidate(NamedTuple):
@@ -270,14 +269,6 @@ def _refusals(rules: Callable[[], object], asked: str) -> tuple[Refusal, ...]:
     return all_of(rules(), Refusal, asked)
 
 
-def _level_of_the_caller() -> int:
-    """`stacklevel` for a warning of the function that asks: that of the first frame outside this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("hal_attn."):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
 def require(selection: Selection, registry: Registry, settings: Settings) -> AttentionBackend:
     """The chosen backend, warning where HAL_ATTN_FALLBACK=warn made it another than the one named.
 
@@ -288,8 +279,7 @@ def require(selection: Selection, registry: Registry, settings: Settings) -> Att
     if selection.chosen is not None:
         if selection.source.startswith("fallback from") and settings.fallback == "warn":
             reasons = "; ".join(f"{c.backend.name}: {r}" for c in selection.considered for r in c.refusals)
-            text = f"{selection.notes[0]}: {selection.chosen.name} ({reasons})"
-            warnings.warn(text, UserWarning, stacklevel=_level_of_the_caller())
+            warn(f"{selection.notes[0]}: {selection.chosen.name} ({reasons})")
         return selection.chosen
     refusals = tuple((candidate.backend.name, candidate.refusals) for candidate in selection.considered)
     named = not selection.source.startswith("the default order")

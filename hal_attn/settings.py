@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from hal_attn.errors import ConfigurationError, shortened
+from hal_attn.warning import warn
 
 PREFIX = "HAL_ATTN_"
 
@@ -245,7 +245,7 @@ def closest_variable(name: str) -> str:
 def _warn_unknown(name: str, known: tuple[str, ...]) -> None:
     close = closest_variable(name)
     remedy = f"did you mean {close}?" if close else "known are: " + ", ".join(known)
-    warnings.warn(f"unknown environment variable {name} is ignored; {remedy}", UserWarning, stacklevel=5)
+    warn(f"unknown environment variable {name} is ignored; {remedy}")
 
 
 if TYPE_CHECKING:
