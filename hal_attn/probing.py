@@ -105,6 +105,8 @@ class DeviceKind:
         visibility: environment variables that hide devices.
         check: the vendor's command that lists devices, and what to look for.
         folder: where device files are.
+        unset_when_empty: those of `visibility` that count as not set where they are empty; an empty one of the rest
+            hides every device.
     """
 
     noun: str
@@ -112,6 +114,7 @@ class DeviceKind:
     visibility: tuple[str, ...]
     check: str
     folder: Path = Path("/dev")
+    unset_when_empty: tuple[str, ...] = ()
 
     def detect(
         self,
@@ -160,7 +163,8 @@ class DeviceKind:
         )
 
     def _visibility(self) -> dict[str, str]:
-        return {name: os.environ[name] for name in self.visibility if name in os.environ}
+        found = {name: os.environ[name] for name in self.visibility if name in os.environ}
+        return {name: value for name, value in found.items() if value or name not in self.unset_when_empty}
 
     def _hiding(self) -> str:
         """The variable that hides every device; "" where none does."""

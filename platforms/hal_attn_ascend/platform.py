@@ -36,6 +36,8 @@ REPAIR = (
 DEVICES = DeviceKind(
     "Ascend NPU",
     nodes=("davinci[0-9]*",),
+    # Read up to the first ID that is none (CANN 9.1.0, environment variables). An empty one, as Ray sets it for
+    # processes without a device, makes torch.npu.is_available() false (ray-project/ray#59063).
     visibility=("ASCEND_RT_VISIBLE_DEVICES",),
     check="`npu-smi info` must list it, with a driver recent enough for the CANN version",
 )

@@ -37,6 +37,7 @@ DEVICES = DeviceKind(
     "NVIDIA device",
     # Discrete GPUs; the integrated ones of Jetson; WSL.
     nodes=("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "dxg"),
+    # An empty one hides all (CUDA Programming Guide 13, 5.2.1.1).
     visibility=("CUDA_VISIBLE_DEVICES",),
     check="`nvidia-smi` must list it, with a driver recent enough for the CUDA version of PyTorch",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from importlib import import_module
@@ -21,11 +22,16 @@ INSTALL = (
     "on a machine with an AMD device, install PyTorch's ROCm build (pytorch.org/get-started lists the command), "
     "then pip install 'hal-attn[rocm]'"
 )
+# HIP reads HIP_VISIBLE_DEVICES, then CUDA_VISIBLE_DEVICES, and takes an empty one for none given (ROCm/clr,
+# rocclr/device/rocm/rocdevice.cpp, `ordinals`; ROCm/hip#3001). An empty ROCR_VISIBLE_DEVICES hides all
+# (ROCm/ROCR-Runtime, core/runtime/amd_filter_device.cpp, `SelectZeroDevices`).
+HIP_LISTS = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 DEVICES = DeviceKind(
     "AMD device",
     nodes=("kfd", "dxg"),
     visibility=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     check="`rocminfo` must list it, with a driver recent enough for the ROCm version of PyTorch",
+    unset_when_empty=HIP_LISTS,
 )
 
 # By the start of the generation's name; the order of the last is that of all others.
@@ -48,20 +54,21 @@ class RocmPlatform(Platform):
     process_group_backend = "nccl"
 
     def detect(self) -> Detection:
-        """By the build of PyTorch first, then by `torch.cuda.device_count()`.
+        """By the build of PyTorch first, then by its count of devices.
 
-        That counts through AMD SMI where its Python package is installed, and asks the HIP runtime otherwise; neither
-        initialises a device. `aiter` is not imported: without a working ROCm that raises, and with one it may compile.
+        PyTorch counts through AMD SMI where its Python package is installed, and asks the HIP runtime otherwise;
+        neither initialises a device. `aiter` is not imported: without a working ROCm that raises, and with one it may
+        compile.
         """
         versions = (("torch", torch.__version__), *versions_of(*LIBRARIES))
         if obstacle := _obstacle():
             return Detection(False, *obstacle, versions)
         library, forked = f"{torch_build()} (ROCm {torch.version.hip})", fork_obstacle(torch.cuda, "torch.cuda")
-        return DEVICES.detect(library, torch.cuda.device_count, versions, forked)
+        return DEVICES.detect(library, _count, versions, forked)
 
     def devices(self) -> tuple[DeviceInfo, ...]:
         """Asks PyTorch for each device's properties, which initialises HIP in this process: fork before, not after."""
-        return tuple(_device(index) for index in range(torch.cuda.device_count()))
+        return tuple(_device(index) for index in range(_count()))
 
     def backends(self) -> tuple[AttentionBackend, ...]:
         return self._backends
@@ -126,6 +133,18 @@ class RocmPlatform(Platform):
 
     def owns(self, device: torch.device) -> bool:
         return device.type == "cuda" and torch.version.hip is not None
+
+
+def _count() -> int:
+    """How many devices HIP shows.
+
+    PyTorch reads the lists itself until HIP is initialised, and takes an empty one for no device, where HIP shows them
+    all; then HIP is asked, as PyTorch does later.
+    """
+    counted = torch.cuda.device_count()
+    if counted or all(os.environ.get(name) != "" for name in HIP_LISTS):
+        return counted
+    return torch._C._cuda_getDeviceCount()
 
 
 def _obstacle() -> tuple[str, str] | None:

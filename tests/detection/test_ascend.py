@@ -1,6 +1,7 @@
 """torch_npu in every state that it can be found in."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +23,9 @@ def _no_torch_npu(cpu_build, monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch_npu"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    kind = ascend.DEVICES
     folder = tmp_path / "dev"
     folder.mkdir()
-    monkeypatch.setattr(ascend, "DEVICES", type(kind)(kind.noun, kind.nodes, kind.visibility, kind.check, folder))
+    monkeypatch.setattr(ascend, "DEVICES", replace(ascend.DEVICES, folder=folder))
     yield
     sys.modules.pop("torch_npu", None)
 

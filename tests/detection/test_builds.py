@@ -1,5 +1,6 @@
 """Builds of PyTorch and what they see: the build decides the vendor, then its devices are counted."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from hal_attn_ascend.platform import AscendPlatform
 from hal_attn_cuda import platform as cuda
 from hal_attn_cuda.platform import CudaPlatform
 from hal_attn_rocm import platform as rocm
-from hal_attn_rocm.platform import RocmPlatform
+from hal_attn_rocm.platform import HIP_LISTS, RocmPlatform
 
 from hal_attn import inventory
 from hal_attn.platform import DeviceInfo
@@ -46,9 +47,7 @@ def build(monkeypatch):
 def devices_in(monkeypatch, tmp_path):
     """An empty folder in the place of /dev."""
     for module in (cuda, rocm):
-        kind = module.DEVICES
-        moved = type(kind)(kind.noun, kind.nodes, kind.visibility, kind.check, tmp_path)
-        monkeypatch.setattr(module, "DEVICES", moved)
+        monkeypatch.setattr(module, "DEVICES", replace(module.DEVICES, folder=tmp_path))
     return tmp_path
 
 
@@ -155,17 +154,50 @@ def test_device_without_permission(build, devices_in, monkeypatch, kind, node):
     assert "group" in found.remedy
 
 
-@pytest.mark.parametrize("value", ["", "-1", " "])
-@pytest.mark.parametrize(
-    ("kind", "variable"),
-    [("cuda", "CUDA_VISIBLE_DEVICES"), ("hip", "HIP_VISIBLE_DEVICES"), ("hip", "ROCR_VISIBLE_DEVICES")],
-)
+# HIP takes an empty list of its own for none given.
+HIDING = [
+    *(("cuda", "CUDA_VISIBLE_DEVICES", value) for value in ("", "-1", " ")),
+    *(("hip", "ROCR_VISIBLE_DEVICES", value) for value in ("", "-1", " ")),
+    *(("hip", variable, value) for variable in HIP_LISTS for value in ("-1", " ")),
+]
+
+
+@pytest.mark.parametrize(("kind", "variable", "value"), HIDING)
 def test_devices_hidden_by_a_variable(build, monkeypatch, kind, variable, value):
     monkeypatch.setenv(variable, value)
     build(kind, "9.9", 0)
     found = BUILDS[kind]().detect()
     assert f"{variable}={value!r} hides every" in found.reason
     assert found.remedy == f"unset {variable}"
+
+
+@pytest.mark.parametrize("variable", HIP_LISTS)
+def test_an_empty_list_of_hip_hides_nothing(build, monkeypatch, variable):
+    """PyTorch counts none by such a list, until HIP is initialised, which shows all."""
+    monkeypatch.setenv(variable, "")
+    build("hip", "9.9", 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 8, raising=False)
+    found = RocmPlatform().detect()
+    assert found.available
+    assert found.reason.startswith("8 AMD devices through ")
+
+
+@pytest.mark.parametrize("variable", HIP_LISTS)
+def test_an_empty_list_of_hip_is_no_reason_where_no_device_is(build, devices_in, monkeypatch, variable):
+    monkeypatch.setenv(variable, "")
+    build("hip", "9.9", 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 0, raising=False)
+    assert f"there is no {devices_in}" in RocmPlatform().detect().reason
+    (devices_in / "kfd").touch()
+    assert variable not in RocmPlatform().detect().remedy
+
+
+def test_an_empty_list_of_hip_gives_way_to_that_of_cuda(build, monkeypatch):
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    build("hip", "9.9", 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: 0, raising=False)
+    assert RocmPlatform().detect().reason.startswith("CUDA_VISIBLE_DEVICES='-1' hides every")
 
 
 @pytest.mark.parametrize("kind", BUILDS)
