@@ -2,8 +2,16 @@
 
 import os
 import sys
+from pathlib import Path
 
+import hal_attn_ascend.simulation.library
 import pytest
+
+import hal_attn.operators
+
+# PyTorch knows an operator once in a process, and pytester drops the modules that its run was the first to import. So
+# what registers operators is imported before it; these tests, and those after them, then pass in any order.
+REGISTERING = {hal_attn.operators, hal_attn_ascend.simulation.library}
 
 pytest_plugins = ["pytester"]
 PLUGIN = ("-p", "hal_attn_pytest", "-p", "no:cacheprovider")
@@ -18,6 +26,13 @@ def only_ours(monkeypatch):
 def run(pytester, *arguments):
     """In this process: another would import PyTorch again."""
     return pytester.runpytest_inprocess(*PLUGIN, *arguments)
+
+
+def test_all_that_registers_operators_was_imported_before():
+    root = Path(__file__).parents[2]
+    sources = [file for folder in ("hal_attn", "platforms") for file in (root / folder).rglob("*.py")]
+    found = {file for file in sources if "torch.library.Library(" in file.read_text()}
+    assert found == {Path(module.__file__) for module in REGISTERING}
 
 
 def test_a_subclass_gets_a_test_for_each_check(pytester):
