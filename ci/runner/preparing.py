@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +18,8 @@ from runner.platforms import ROOT
 from runner.result import Result, Status
 
 PROBE = "filelock"
+# The oldest Python of the versions in ci/constraints-*.txt.
+PINNED_FOR = (3, 11)
 # What the later steps start. A module is found without what it imports itself, so looking for modules is not enough;
 # and the command has to read an option, for which typer imports more than for --version.
 STARTS = (("-m", "hal_attn.cli", "env", "--json"), ("-c", "import filelock, hypothesis, jinja2, pytest"))
@@ -28,7 +31,10 @@ def prepare(options: Options) -> tuple[Environment | None, Result]:
     start = time.monotonic()
     try:
         pins = constraints.effective(options.installs.constraints, options.overrides)
+        version = _version(options)
         why = "--no-install" if not options.install else _offline(options, pins)
+        if not why and version < PINNED_FOR:
+            raise NoEnvironment(*_too_old(options, version))
         environment = overlay.make(options, why) if why else pinned.make(options)
         _start(options, environment)
         facts = environment.facts(pins)
@@ -73,9 +79,33 @@ def _summary(facts: dict[str, object]) -> str:
     return f"{said}; NOT INSTALLED from the constraints: {facts['why_not_pinned']}"
 
 
+def _python(options: Options) -> str:
+    return options.python or sys.executable
+
+
+def _version(options: Options) -> tuple[int, ...]:
+    """Of the interpreter to start from."""
+    command = [_python(options), "-c", "import sys; print(*sys.version_info[:3])"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return tuple(map(int, said.split()))
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        reason, remedy = f"{command[0]} is no Python that runs: {error}", "name one with --python"
+        raise NoEnvironment(reason, remedy) from error
+
+
+def _too_old(options: Options, version: tuple[int, ...]) -> tuple[str, str]:
+    """(reason, remedy)."""
+    had, needed = (".".join(map(str, numbers)) for numbers in (version, PINNED_FOR))
+    return (
+        f"{_python(options)} is Python {had}; the pinned versions need {needed} or newer",
+        f"name a newer one: --python /path/to/python{needed}; or --no-install, which takes this one as it is",
+    )
+
+
 def _offline(options: Options, pins: dict[str, str]) -> str:
     """Why nothing can be installed; empty where pip fetches a small package. pip is asked, with its own settings."""
-    python, wanted = options.python or sys.executable, f"{PROBE}=={pins[PROBE]}"
+    python, wanted = _python(options), f"{PROBE}=={pins[PROBE]}"
     with tempfile.TemporaryDirectory() as folder:
         command = [python, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += ["--no-cache-dir", "--retries", "0", "--timeout", "15", "--dest", folder, wanted]

@@ -50,3 +50,36 @@ def test_what_starts_no_more_for_another_reason_is_said_with_its_log(prepare, tm
     assert environment is None
     assert "python -m hal_attn.cli env --json does not start: OSError: half a wheel" in result.summary
     assert result.remedy == f"read {tmp_path / 'out' / 'logs' / 'environment.log'}"
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    """A file in the place of an interpreter, which does what these lines of shell say."""
+
+    def make(lines):
+        file = tmp_path / "python"
+        file.write_text(f"#!/bin/sh\n{lines}\n")
+        file.chmod(0o755)
+        return str(file)
+
+    return make
+
+
+def test_an_interpreter_too_old_for_the_pinned_versions_is_named_with_both_ways_out(options, interpreter):
+    # It says its version, and that a package was fetched.
+    python = interpreter("echo 3 10 12")
+    environment, result = preparing.prepare(options("cpu", python=python))
+    assert environment is None
+    assert result.summary == f"{python} is Python 3.10.12; the pinned versions need 3.11 or newer"
+    assert "--python /path/to/python3.11" in result.remedy
+    assert "--no-install" in result.remedy
+
+
+@pytest.mark.parametrize("lines", ["exit 3", "echo hello", None], ids=["fails", "is no Python", "is not there"])
+@pytest.mark.parametrize("install", [True, False])
+def test_an_interpreter_that_does_not_run_is_named(options, interpreter, lines, install):
+    python = "/no/such/python" if lines is None else interpreter(lines)
+    environment, result = preparing.prepare(options("cpu", python=python, install=install))
+    assert environment is None
+    assert result.summary.startswith(f"{python} is no Python that runs: ")
+    assert result.remedy == "name one with --python"

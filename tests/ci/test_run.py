@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -60,6 +61,35 @@ def test_wrong_arguments_are_named_and_nothing_is_made(arguments, said, ci_run, 
     assert done.returncode == 2
     assert said in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+# Python 3.8 reads nothing that is newer than it; here, nothing of the runner.
+OLD = """#!{python}
+import runpy, sys
+
+class Newer:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("runner"):
+            raise SyntaxError(name)
+
+sys.meta_path.insert(0, Newer())
+sys.version_info = (3, 8, 10, "final", 0)
+sys.executable = sys.argv[0]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_an_interpreter_that_is_too_old_is_named_in_one_line(ci_run, tmp_path):
+    old = tmp_path / "python3.8"
+    old.write_text(OLD.format(python=sys.executable))
+    old.chmod(0o755)
+    done = ci_run("cpu", PYTHON=str(old))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"ci/run: {old} is Python 3.8.10; it needs 3.11 or newer")
+    assert "PYTHON=/path/to/python3.11 ci/run" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [old]
 
 
 def test_a_step_that_fails_stops_none_after_it(ci_run, report, tmp_path):
@@ -124,7 +154,8 @@ def test_a_generation_that_does_not_exist_fails_and_is_named(ci_run, report):
 
 def test_an_interpreter_without_pytorch_fails_every_step_that_needs_it(ci_run, report, tmp_path):
     bare = tmp_path / "bare"
-    bare.write_text("#!/bin/sh\nexit 1\n")
+    # Without `site`, and so without what is installed.
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
     done = ci_run("cpu", "--no-install", "--python", str(bare), "--steps", "device,environment,detection,unit")
     assert done.returncode == 1
