@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -76,8 +75,7 @@ def _run(options: Options, started: str) -> list[Result]:
 
 
 def _collect(folder: Path, expect: Path | None) -> int:
-    expected = [] if expect is None else [cell["name"] for cell in json.loads(expect.read_text(encoding="utf-8"))]
-    text, fine = matrix.collect(folder, expected)
+    text, fine = matrix.collect(folder, [] if expect is None else matrix.expected(expect))
     print(text)
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with Path(summary).open("a", encoding="utf-8") as file:

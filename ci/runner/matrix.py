@@ -25,17 +25,29 @@ def collect(folder: Path, expected: Sequence[str]) -> tuple[str, bool]:
     names = list(dict.fromkeys((*expected, *reports)))
     lines = ["## What broke", "", "| Run | " + " | ".join(STEPS) + " |", "| --- |" + " --- |" * len(STEPS)]
     lines += [_row(name, reports.get(name, {})) for name in names]
-    broken = [line for name in names for line in _failures(name, reports.get(name, {}))]
+    broken = [line for name in names for line in _failures(name, reports.get(name))]
     lines += ["", *(broken or ["Nothing."]), ""]
     return "\n".join(lines), not broken
 
 
 def _read(path: Path) -> Mapping[str, Any]:
+    """A report of `ci/run`; empty where it is cut short, or another's file of that name."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return content if isinstance(content, dict) and {"ok", "steps"} <= content.keys() else {}
+
+
+def expected(file: Path) -> list[str]:
+    """The names of the runs that should be there."""
+    try:
+        return [str(cell["name"]) for cell in json.loads(file.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError, KeyError) as error:
+        need = "a JSON list of objects with a name, as ci/nightly.json"
+        raise MatrixError(
+            f"--expect {file} is something else ({type(error).__name__}: {error}); need {need}"
+        ) from error
 
 
 def _row(name: str, report: Mapping[str, Any]) -> str:
@@ -44,8 +56,10 @@ def _row(name: str, report: Mapping[str, Any]) -> str:
     return f"| {name} | " + " | ".join(cells) + " |"
 
 
-def _failures(name: str, report: Mapping[str, Any]) -> list[str]:
-    if not report:
+def _failures(name: str, report: Mapping[str, Any] | None) -> list[str]:
+    if report == {}:
+        return [f"- {name}: its report.json is none of ci/run, or is cut short; need the file that ci/run wrote"]
+    if report is None:
         return [f"- {name}: no report; its job ended before it wrote one, or no runner took it"]
     failed = [step for step in report["steps"] if step["status"] == "FAILED"]
     if not failed and not report["ok"]:

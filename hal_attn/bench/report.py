@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.written import BENCH, kind_of
 
 FORMAT = 1
 JsonRow = Mapping[str, Any]
@@ -62,24 +63,26 @@ def read_report(path: Path, flag: str, kinds: Sequence[str]) -> Report:
     Raises:
         InvalidAttentionInputError: no file, or none of this format; `flag` is who named it.
     """
-    allowed = f"a file that `hal-attn bench ... --json` wrote, of format {FORMAT}"
+    allowed = f"a file that `hal-attn bench ... --json` wrote, of format {FORMAT}, of {', '.join(kinds)}"
+    remedy = f"A run of ci/run leaves them as bench-{kinds[0]}.json and the like"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if (kind := kind_of(content)) != BENCH:
+            raise ValueError(f"this is {kind}")
         if content["format"] != FORMAT or content["kind"] not in kinds:
-            got = f"{path}, format {content['format']}, kind {content['kind']}"
-            raise InvalidAttentionInputError(flag, got, f"{allowed}, of {', '.join(kinds)}")
+            raise ValueError(f"format {content['format']}, kind {content['kind']}")
         rows = tuple(dict(row) for row in content["rows"])
         measure, ok = str(content["measure"]), bool(content["ok"])
         if not all(isinstance(row["key"], str) and row[measure] != "" for row in rows):
             raise ValueError("a row whose key is no text")
         return Report(content["kind"], measure, dict(content["facts"]), rows, tuple(content["notes"]), ok)
     except OSError as error:
-        raise InvalidAttentionInputError(flag, f"{path} ({error.strerror})", allowed) from None
-    except (ValueError, TypeError, KeyError) as error:
-        if isinstance(error, InvalidAttentionInputError):
-            raise
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise InvalidAttentionInputError(flag, f"{path} ({reason})", allowed) from None
+        reason = str(error.strerror)
+    except KeyError as error:
+        reason = f"there is no {error} in it"
+    except (ValueError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+    raise InvalidAttentionInputError(flag, f"{path} ({reason})", allowed, remedy)
 
 
 def _finite(value: Any) -> Any:

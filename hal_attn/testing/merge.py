@@ -13,6 +13,7 @@ from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.testing import matrix
 from hal_attn.testing.matrix import Column
 from hal_attn.testing.report import FORMAT, Report, Status, count
+from hal_attn.written import CONFORMANCE, kind_of
 
 # `ci/run` writes a file of this name on each machine.
 _OF_EVERY_MACHINE = "conformance"
@@ -138,13 +139,13 @@ def _machines(file: Path, name: str) -> list[tuple[str, Report]]:
     try:
         text = file.read_text(encoding="utf-8")
         data = json.loads(text)
-        if isinstance(data, dict) and "machines" in data:
+        if (kind := kind_of(data)) != CONFORMANCE:
+            raise ValueError(f"this is {kind}")
+        if "machines" in data:
             return [(str(part["label"]), Report.from_json(json.dumps(part["report"]))) for part in data["machines"]]
-        if isinstance(data, dict) and {"measure", "rows"} <= data.keys():
-            raise ValueError("this is a file of hal-attn bench")
         return [(name, Report.from_json(text))]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InvalidAttentionInputError(
-            "FILE", f"{file} ({reason})", "reports that `hal-attn verify --json FILE` wrote"
-        ) from error
+        allowed = "reports that `hal-attn verify --json FILE` wrote"
+        remedy = f"A run of ci/run leaves one as {_OF_EVERY_MACHINE}.json"
+        raise InvalidAttentionInputError("FILE", f"{file} ({reason})", allowed, remedy) from error

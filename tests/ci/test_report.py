@@ -69,10 +69,22 @@ def test_many_runs_side_by_side_show_what_broke_and_who_is_missing(tmp_path, opt
     assert matrix.collect(tmp_path / "all" / "fine", [])[1]
 
 
-def test_a_report_that_is_no_json_counts_as_missing(tmp_path):
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "cut" / "report.json").write_text('{"steps": [')
-    assert matrix.collect(tmp_path, [])[1] is False
+@pytest.mark.parametrize("text", ['{"steps": [', "[]", '{"format": 1, "effort": "quick", "ok": true}'])
+def test_a_report_that_is_none_of_ours_fails_and_is_named(text, tmp_path):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "report.json").write_text(text)
+    found, fine = matrix.collect(tmp_path, [])
+    assert not fine
+    assert "- odd: its report.json is none of ci/run, or is cut short" in found
+
+
+@pytest.mark.parametrize("text", ["{", "7", '{"cells": []}', '["cpu"]', '[{"platform": "cpu"}]'])
+def test_a_list_of_runs_that_is_none_is_named_with_what_is_needed(text, ci_run, tmp_path):
+    (tmp_path / "list.json").write_text(text)
+    done = ci_run("--collect", str(tmp_path), "--expect", str(tmp_path / "list.json"))
+    assert done.returncode == 2
+    assert f"--expect {tmp_path / 'list.json'} is something else" in done.stderr
+    assert "as ci/nightly.json" in done.stderr
 
 
 def test_a_run_that_is_not_over_has_not_passed_and_is_in_no_summary(tmp_path, options, monkeypatch):

@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 import pytest
 from hal_attn_cpu.platform import CpuPlatform
 
-from hal_attn.bench.report import Report as BenchReport
 from hal_attn.cli import verify as verb
 from hal_attn.registry import Registry
 from hal_attn.testing import FEATURES, Report
@@ -206,16 +205,6 @@ def test_a_name_that_is_far_from_all_gets_no_guess(run):
     result = run("verify", "--platform", "acme")
     assert (result.exit_code, result.stdout) == (2, "")
     assert words(result.stderr).endswith("--platform: got 'acme'; allowed: ascend, cpu, cuda, rocm")
-
-
-def test_a_file_of_bench_is_called_that(run, tmp_path):
-    file = tmp_path / "kernels.json"
-    file.write_text(BenchReport(kind="kernels", measure="ms", facts={}, rows=()).json())
-    result = run("verify", "--merge", str(file))
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "(this is a file of hal-attn bench); allowed: reports that `hal-attn verify --json FILE` wrote" in words(
-        result.stderr
-    )
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"format": 99}', '{"machines": [{"label": "a"}]}', '{"format": 1}'])
