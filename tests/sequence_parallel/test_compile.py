@@ -10,6 +10,7 @@ from hal_attn.sequence_parallel import (
     LocalAttention,
     RingAttention,
     UlyssesAttention,
+    USPAttention,
 )
 from hal_attn.sequence_parallel.compiled import PLAN_ATTENTION
 from tests.compile.test_operators import check_both
@@ -20,6 +21,7 @@ BY_MODE = {
     UlyssesAttention: Degrees(ulysses=2),
     KVGatherAttention: Degrees(kv_gather=2),
     RingAttention: Degrees(ring=2),
+    USPAttention: Degrees(ulysses=2, ring=2),
 }
 OPTIONS = {"scale": 0.4, "softcap": 2.0, "deterministic": True}
 
