@@ -2,11 +2,14 @@
 
 import pytest
 
-IMPORT_COST = """
-import json, time, torch
-start = time.perf_counter()
+IMPORTED = """
+import importlib.metadata, json, sys, torch
+before, loaded = set(sys.modules), []
+load = importlib.metadata.EntryPoint.load
+importlib.metadata.EntryPoint.load = lambda point: loaded.append(point.name) or load(point)
 import hal_attn
-print(json.dumps(time.perf_counter() - start))
+packages = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+print(json.dumps([sorted(packages), loaded]))
 """
 
 # Libraries that hal_attn depends on are imported first: what they read is theirs.
@@ -64,9 +67,18 @@ torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent_id
 """
 
 
-def test_import_is_quick(interpreter):
-    """Beyond importing PyTorch, the best of five: under 0.15 s."""
-    assert min(interpreter(IMPORT_COST) for _ in range(5)) < 0.15
+def test_import_brings_nothing_but_this_package(interpreter):
+    """So it takes no time beyond importing PyTorch: none of PyTorch's compiler, no Triton, no vendor's library or
+    platform package, nothing of the command line; and no entry point is loaded."""
+    assert interpreter(IMPORTED) == [["hal_attn"], []]
+
+
+def test_import_brings_none_of_our_own_parts_that_a_call_does_not_need(interpreter):
+    code = (
+        "import json, sys, hal_attn; print(json.dumps(sorted(name for name in sys.modules if name[:9] == 'hal_attn.')))"
+    )
+    parts = {name.split(".")[1] for name in interpreter(code)}
+    assert not parts & {"bench", "cli", "demo", "portable", "sequence_parallel", "simulation", "testing"}
 
 
 def test_import_reads_no_environment_and_initialises_no_device(interpreter):
