@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 
 import hal_attn
 from hal_attn.registry import default_registry
-from hal_attn.settings import read
+from hal_attn.settings import VARIABLES, read
 
 _PACKAGES = (
     "fa3-fwd",
@@ -29,6 +29,7 @@ _PACKAGES = (
 )
 _PEERS = ("yunchang ", "diffusers ", "transformers ")
 SIMULATED = "SIMULATED"
+FILE_OPTIONS = ("--json", "--plot", "--compare")
 
 
 def facts(device: torch.device, **more: str) -> dict[str, str]:
@@ -45,15 +46,38 @@ def facts(device: torch.device, **more: str) -> dict[str, str]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("HAL_ATTN_")]
     return {
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "device": f"{name} ({SIMULATED})" if found.simulated else name,
         **more,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "settings": " ".join(settings) or "none",
-        "command": shlex.join(["hal-attn", *sys.argv[1:]]),
+        "settings": _settings() or "none",
+        "command": shlex.join(["hal-attn", *_without_folders(sys.argv[1:])]),
     }
+
+
+def _settings() -> str:
+    """The variables that are set; of a folder its name alone, for where a user keeps files is nobody's business."""
+    values, found = read(), []
+    for variable in sorted(VARIABLES, key=lambda variable: variable.name):
+        if text := os.environ.get(variable.name, "").strip():
+            value = getattr(values, variable.field)
+            found.append(f"{variable.name}={value.name if isinstance(value, Path) else text}")
+    return " ".join(found)
+
+
+def _without_folders(arguments: Sequence[str]) -> list[str]:
+    """The same, with the name alone of each file that an option of `FILE_OPTIONS` takes."""
+    found: list[str] = []
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if found and found[-1] in FILE_OPTIONS:
+            found.append(Path(argument).name)
+        elif equals and option in FILE_OPTIONS:
+            found.append(f"{option}={Path(value).name}")
+        else:
+            found.append(argument)
+    return found
 
 
 def threads() -> str:
