@@ -14,6 +14,9 @@ DISPATCH = ("bench", "dispatch", "--device", "cpu", "--rounds", "1", "--calls", 
 KERNELS = ("bench", "kernels", "--device", "cpu", "--quick")
 PACKED = ("bench", "packed", "--device", "cpu", "--quick", "--threads", "1")
 TINY = ("--shape", "B=2,S=12,H=4/2,D=16,causal", "--packed", "7,3x2,H=4/2,D=16")
+QUICK_DISPATCH = ("bench", "dispatch", "--device", "cpu", "--no-peers", "--quick")
+# What makes a verb short that is not quick.
+LESS = {"kernels": ("--seconds", "0.001"), "packed": ("--rounds", "1"), "dispatch": ("--rounds", "1", "--calls", "2")}
 VENDORS = {"cuda": "flash_attn_3", "rocm": "aiter", "ascend": "ascend_fa"}
 
 
@@ -121,10 +124,18 @@ def test_kernels_of_one_name_and_without_tuning(measured):
     assert {row["tuned"] for row in content["rows"]} == {None}
 
 
-def test_quick_and_the_scaled_shapes_say_so(run):
-    screen = run(*KERNELS, "--backend", "cpu_flash").stdout
-    assert "--quick: small shapes and few samples" in words(screen)
-    assert_plain(screen)
+@pytest.mark.parametrize(
+    "verb",
+    [(*KERNELS, "--backend", "cpu_flash", *TINY[:2]), (*PACKED, "--no-memory", "--lengths", "5,3"), QUICK_DISPATCH],
+    ids=lambda verb: verb[1],
+)
+def test_quick_says_that_times_are_rough_and_nothing_else_does(run, verb, tmp_path):
+    file = tmp_path / "found.json"
+    quick = run(*verb, "--json", str(file))
+    assert_plain(quick.stdout)
+    for text in (words(quick.stdout), json.loads(file.read_text())["notes"][0]):
+        assert "--quick: few samples; times are rough, and no mark means anything" in text
+    assert "times are rough" not in words(run(*(word for word in verb if word != "--quick"), *LESS[verb[1]]).stdout)
 
 
 def test_a_tuned_choice_is_kept_where_the_user_keeps_them(measured, monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +36,8 @@ Compare = Annotated[
 Slower = Annotated[float, typer.Option(min=1.0, metavar="RATIO", help="What counts as slower.")]
 Anyway = Annotated[bool, typer.Option("--anyway", help="Compare although machine or versions differ.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A moment's work, to see that it runs; rough times.")]
+
+QUICK = "--quick: few samples; times are rough, and no mark means anything"
 
 Tick = Callable[[str, int, int], None]
 
@@ -73,13 +75,15 @@ class Sinks:
         """Whether stdout is for JSON alone."""
         return self.json_to == "-"
 
-    def take(self, report: Report) -> None:
-        """Show and write it.
+    def take(self, report: Report, quick: bool = False) -> None:
+        """Show and write it, with a note where its times are rough, being those of `--quick`.
 
         Raises:
             typer.Exit: with 1 where something of ours is wrong, or slower than in the older file.
             InvalidAttentionInputError: the older file is of something else, or from elsewhere.
         """
+        if quick:
+            report = replace(report, notes=(QUICK, *report.notes))
         if self.json_to not in (None, "-"):
             Path(str(self.json_to)).write_text(report.json() + "\n", encoding="utf-8")
         if self.plot_to is not None:

@@ -34,4 +34,4 @@ def dispatch(
     effort = Effort(3, 20) if quick else Effort(rounds, calls)
     with progress(sinks.quiet) as tick:
         report = measure(target, effort, peers, tick)
-    sinks.take(report)
+    sinks.take(report, quick)

@@ -58,7 +58,7 @@ def kernels(
     passes = (FORWARD, BOTH) if backward else (FORWARD,)
     with progress(sinks.quiet) as tick:
         report = measure(problems, passes, target, Wanted(rounds, names, memory), tuned, notes, tick)
-    sinks.take(report)
+    sinks.take(report, quick)
 
 
 def _usual(device: torch.device) -> str:
@@ -74,6 +74,6 @@ def _problems(
     if asked:
         return asked, []
     if quick:
-        return quick_problems(dtype), ["--quick: small shapes and few samples, rough times"]
+        return quick_problems(dtype), []
     scaled = device.type == "cpu" and not full_size
     return default_problems(dtype, scaled), [SCALED] if scaled else []

@@ -56,7 +56,7 @@ def packed(
     )
     with progress(sinks.quiet) as tick:
         report = measure(_batches(batch, lengths, quick), cell, memory, tick)
-    sinks.take(report)
+    sinks.take(report, quick)
 
 
 def _batches(names: str | None, lengths: str | None, quick: bool) -> dict[str, tuple[int, ...]]:
