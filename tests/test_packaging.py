@@ -65,3 +65,19 @@ def test_what_the_tests_read_is_in_the_source_distribution(tmp_path):
     assert {".ci", ".github", "ci", "docs", "README.md"} <= read
     # A development environment is looked for, and not needed.
     assert read - {".venv"} - names == set()
+
+
+def test_every_hint_to_install_names_an_extra_of_this_package(wheel):
+    extras = set(re.findall(r"^Provides-Extra: (.+)$", wheel.read(_metadata(wheel)).decode(), re.MULTILINE))
+    files = [file for folder in PACKAGES for file in _sources(folder)] + [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    hinted = [name for file in files for name in re.findall(r"(?:hal-attn|\.)\[([a-z,-]+)\]['\"`]", file.read_text())]
+    assert {name for names in hinted for name in names.split(",")} >= {"cuda", "rocm", "ascend", "demo", "bench"}
+    assert {name for names in hinted for name in names.split(",")} <= extras
+
+
+def _metadata(wheel):
+    return next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+
+
+def _sources(package):
+    return next(place for place in (ROOT / package, ROOT / "platforms" / package) if place.is_dir()).rglob("*.py")
