@@ -51,8 +51,6 @@ class Costs:
 # element half a nanosecond. The others are estimates from bandwidth and launch time, until an accelerator is measured.
 COSTS = {"cpu": Costs(call=6e5, copy=12, masked=3)}
 ACCELERATOR_COSTS = Costs(call=1e9, copy=200, masked=3)
-# More slices than that would cost the host more than the calls do; then an index puts rows back.
-_PIECES_PER_CALL = 2
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,6 @@ class PaddedPlan(AttentionMetadata):
         places: of each bucket in turn, and last of the missing rows where there are any.
         restore: the same as one index: for each query row its place among the outputs, one bucket after another; None
             where they already lie in the order of the packed rows.
-        pieces: the same as runs of rows, (output, first, end) in the order of the packed rows, where they are few.
     """
 
     buckets: tuple[Bucket, ...]
@@ -120,7 +117,6 @@ class PaddedPlan(AttentionMetadata):
     missing: int
     places: tuple[Place, ...]
     restore: Tensor | None
-    pieces: tuple[tuple[int, int, int], ...] | None
 
     @cached_property
     def whole(self) -> tuple[int, int, int] | None:
@@ -237,7 +233,6 @@ class _PlanMaker:
             missing.numel(),
             tuple(places),
             self._restore(places, sizes),
-            self._pieces(groups, buckets),
         )
 
     def _bucket(self, group: _Group) -> Bucket:
@@ -257,27 +252,6 @@ class _PlanMaker:
             taken.append(torch.arange(first, first + length))
         exact = all(self.lengths[member] == group.len_q for member in group.members)
         return Place(None, self._moved(torch.cat(rows)), None if exact else self._moved(torch.cat(taken)))
-
-    def _pieces(self, groups: list[_Group], buckets: tuple[Bucket, ...]) -> tuple[tuple[int, int, int], ...] | None:
-        """`PaddedPlan.pieces`."""
-        runs = []
-        for number, (group, bucket) in enumerate(zip(groups, buckets, strict=True)):
-            size = bucket.queries.count * bucket.queries.length
-            if bucket.queries.start is not None:
-                runs.append((bucket.queries.start, number, 0, size))
-                continue
-            for place, member in enumerate(group.members):
-                end = (place + 1) * group.len_q
-                length = self.lengths[member]
-                first = end - group.len_q if self.behind else end - length
-                runs.append((self.starts[member], number, first, first + length))
-        first = 0
-        for start, length, keys in zip(self.starts, self.lengths, self.lengths_k, strict=False):
-            if length and not keys:
-                runs.append((start, len(groups), first, first + length))
-                first += length
-        few = len(runs) <= _PIECES_PER_CALL * len(groups)
-        return tuple((number, begin, end) for _, number, begin, end in sorted(runs)) if few else None
 
     def _restore(self, places: list[Place], sizes: list[int]) -> Tensor | None:
         """`PaddedPlan.restore`, from the places of outputs with `sizes` rows."""

@@ -123,8 +123,6 @@ def _assemble(parts: list[Tensor], plan: PaddedPlan, missing: Tensor) -> Tensor:
     if plan.restore is None or any(part.requires_grad for part in parts):
         rows = torch.cat(parts)
         return rows if plan.restore is None else rows.index_select(0, plan.restore)
-    if plan.pieces is not None:
-        return torch.cat([parts[number][begin:end] for number, begin, end in plan.pieces])
     # Without gradients each row is copied once, to its place; in a graph that would be a copy of everything a bucket.
     output = parts[0].new_empty(plan.tokens_q, *parts[0].shape[1:])
     for rows, place in zip(parts, plan.places, strict=True):
