@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -65,7 +66,7 @@ def _between_events(
     module.synchronize()
     events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
     for turn in range(max(counts.values())):
-        for name, call in calls.items():
+        for name, call in _shuffled(calls, turn):
             if turn < counts[name]:
                 start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
                 junk.zero_()
@@ -97,10 +98,16 @@ def _interleaved_on_cpu(calls: Mapping[str, Call], rounds: Rounds) -> dict[str, 
     counts = {name: rounds.of(ms * inner[name]) for name, ms in once.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(max(counts.values())):
-        for name, call in calls.items():
+        for name, call in _shuffled(calls, turn):
             if turn < counts[name]:
                 samples[name].append(_clocked(call, inner[name]))
     return samples
+
+
+def _shuffled(calls: Mapping[str, Call], turn: int) -> list[tuple[str, Call]]:
+    """In another order each round, the same in each run: what a call leaves to the next one, such as memory that went
+    back to the system, falls on all."""
+    return random.Random(turn).sample(list(calls.items()), len(calls))
 
 
 def _clocked(call: Call, count: int = 1) -> float:
