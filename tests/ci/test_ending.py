@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+
+from tests.ci.waiting import gone, within
 
 ROOT = Path(__file__).parents[2]
 WAITS = """
@@ -35,7 +36,7 @@ def started(tmp_path):
         [ROOT / "ci" / "run", *arguments, *where], env={**os.environ, **summary}, stdout=subprocess.PIPE, text=True
     )
     try:
-        assert _within(240, lambda: pids.exists() and pids.read_text().endswith("\n")), "the test did not start"
+        assert within(240, lambda: pids.exists() and pids.read_text().endswith("\n")), "the test did not start"
         yield run, int(pids.read_text())
     finally:
         run.kill()
@@ -54,7 +55,7 @@ def test_a_run_that_is_ended_leaves_what_it_has_and_no_process(started, tmp_path
     run.send_signal(number)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 1
-    assert _within(30, lambda: _gone(child))
+    assert within(30, lambda: gone(child))
     content = json.loads((tmp_path / "out" / "report.json").read_text())
     steps = {step["step"]: step for step in content["steps"]}
     assert content["ok"] is False
@@ -69,20 +70,3 @@ def test_a_run_that_is_ended_leaves_what_it_has_and_no_process(started, tmp_path
     suite = ElementTree.parse(tmp_path / "out" / "steps.junit.xml").getroot()[0]
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("5", "1", "1")
     assert "ended by" in (tmp_path / "out" / "index.html").read_text()
-
-
-def _gone(pid):
-    """Whether the process is gone or only waits to be collected by whoever inherited it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def _within(seconds, holds):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if holds():
-            return True
-        time.sleep(0.05)
-    return False

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from runner import process
+
+from tests.ci.waiting import gone, within
 
 
 def run(log, code, minutes=1.0):
@@ -54,7 +55,7 @@ def test_at_the_time_limit_its_children_end_too(tmp_path, monkeypatch):
     def once_the_child_is_there(self, timeout=None):
         """The limit begins then: a slow machine needs long to start two interpreters."""
         if timeout is not None:
-            assert _within(120, lambda: child.exists() and child.read_text()), "the child did not start"
+            assert within(120, lambda: child.exists() and child.read_text()), "the child did not start"
         return wait(self, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", once_the_child_is_there)
@@ -67,7 +68,7 @@ def test_at_the_time_limit_its_children_end_too(tmp_path, monkeypatch):
     done = run(tmp_path / "a.log", code, minutes=0.01)
     assert done.returncode is None
     assert "its time limit" in done.ending
-    assert _within(60, lambda: _ended(int(child.read_text())))
+    assert within(60, lambda: gone(int(child.read_text())))
 
 
 def test_one_that_will_not_end_is_ended(tmp_path, monkeypatch):
@@ -76,30 +77,12 @@ def test_one_that_will_not_end_is_ended(tmp_path, monkeypatch):
     log = tmp_path / "a.log"
 
     def once_it_ignores_the_signal(self, timeout=None):
-        assert _within(120, lambda: "deaf" in log.read_text().splitlines()), "it did not start"
+        assert within(120, lambda: "deaf" in log.read_text().splitlines()), "it did not start"
         return wait(self, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", once_it_ignores_the_signal)
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
     assert run(log, code, minutes=0.001).returncode is None
-
-
-def _ended(pid):
-    """Whether the process is gone or only waits to be collected by whoever inherited it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def _within(seconds, holds):
-    """Whether it holds before so long has passed."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if holds():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_a_child_has_its_time_to_end_although_its_parent_ended_at_once(tmp_path, monkeypatch):
@@ -108,7 +91,7 @@ def test_a_child_has_its_time_to_end_although_its_parent_ended_at_once(tmp_path,
     wait = subprocess.Popen.wait
 
     def once_the_child_is_there(self, timeout=None):
-        assert _within(120, lambda: child.exists() and child.read_text()), "the child did not start"
+        assert within(120, lambda: child.exists() and child.read_text()), "the child did not start"
         return wait(self, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", once_the_child_is_there)
