@@ -51,14 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: Options, started: str) -> list[Result]:
     """The results of all steps, with a report after each; of one that was ended and those after it where one was."""
     results: list[Result] = []
-    begun = [time.monotonic()]
+    begun = time.monotonic()
 
-    def left(why: str, skip: int = 0) -> list[Result]:
-        return [Result(step, Status.NOT_RUN, why) for step in pipeline.planned(options)[len(results) + skip :]]
+    def left(why: str) -> list[Result]:
+        return [Result(step, Status.NOT_RUN, why) for step in pipeline.planned(options)[len(results) :]]
 
     def tell(result: Result) -> None:
+        nonlocal begun
         results.append(result)
-        begun.append(time.monotonic())
+        begun = time.monotonic()
         print(f"{result.step}: {result.status.value}: {result.summary}", flush=True)
         report.write(options, [*results, *left("no result yet")], started, over=False)
 
@@ -66,11 +67,11 @@ def _run(options: Options, started: str) -> list[Result]:
     try:
         pipeline.run(options, tell)
     except ending.Ended as ended:
-        later = left("the run was ended before it", skip=1)
-        for step in pipeline.planned(options)[len(results) :][:1]:
-            reason, remedy = f"ended by {ended}, with all that it had started", "run it again; give it more time"
-            results.append(Result(step, Status.FAILED, reason, remedy, time.monotonic() - begun[-1]))
-        results += later
+        reason, remedy = f"ended by {ended}, with all that it had started", "run it again; give it more time"
+        remaining = left("the run was ended before it")
+        if remaining:
+            remaining[0] = Result(remaining[0].step, Status.FAILED, reason, remedy, time.monotonic() - begun)
+        results += remaining
     return results
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,29 +38,15 @@ def in_turns(ranks: Ranks, whole: Call, call: Call, effort: Effort) -> tuple[flo
     Devices get slower as they get warm and short of power, and quicker in a pause, so the two are measured as near to
     each other as can be, and their samples take about as long.
     """
-    samples: tuple[list[float], list[float]] = ([], [])
-    for _ in range(effort.warmups):
-        call()
-    ranks.meet()
-    count = effort.layers_of(ranks.largest([_sample(ranks.device, call, 1)])[0])
-    layers = (max(1, count // ranks.size), count)
-    for _ in range(effort.repeats):
-        for each, count, taken in zip((whole, call), layers, samples, strict=True):
-            ranks.meet()
-            taken.append(_sample(ranks.device, each, count))
-    first, second = (statistics.median(ranks.largest(taken)) for taken in samples)
-    return first, second
+    layers = _layers(ranks, call, effort)
+    of_whole, of_part = _medians(ranks, ((whole, max(1, layers // ranks.size)), (call, layers)), effort.repeats)
+    return of_whole, of_part
 
 
 def together(ranks: Ranks, call: Call, effort: Effort) -> float:
     """Milliseconds of a call that every rank makes: of each sample the slowest rank's, of these the median."""
-    for _ in range(effort.warmups):
-        call()
-    samples = []
-    for _ in range(effort.repeats):
-        ranks.meet()
-        samples.append(_sample(ranks.device, call, effort.layers))
-    return statistics.median(ranks.largest(samples))
+    (ms,) = _medians(ranks, ((call, _layers(ranks, call, effort)),), effort.repeats)
+    return ms
 
 
 def alone(ranks: Ranks, call: Call, effort: Effort) -> float:
@@ -72,6 +59,24 @@ def alone(ranks: Ranks, call: Call, effort: Effort) -> float:
     return ranks.of_first(
         [statistics.median(_sample(ranks.device, call, effort.layers) for _ in range(effort.repeats))]
     )[0]
+
+
+def _layers(ranks: Ranks, call: Call, effort: Effort) -> int:
+    """Calls in a sample, the same on every rank; the first calls are made on the way."""
+    for _ in range(effort.warmups):
+        call()
+    ranks.meet()
+    return effort.layers_of(ranks.largest([_sample(ranks.device, call, 1)])[0])
+
+
+def _medians(ranks: Ranks, calls: Sequence[tuple[Call, int]], repeats: int) -> list[float]:
+    """Milliseconds of each call, by samples of so many calls in turns: of each sample the slowest rank's."""
+    samples: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for (call, layers), taken in zip(calls, samples, strict=True):
+            ranks.meet()
+            taken.append(_sample(ranks.device, call, layers))
+    return [statistics.median(ranks.largest(taken)) for taken in samples]
 
 
 def _sample(device: torch.device, call: Call, layers: int) -> float:
