@@ -40,7 +40,7 @@ class SequenceParallelGroups:
         exchange_rank, ulysses_rank: its coordinates, among those that exchange keys and those that exchange heads.
         everyone, exchanging, exchanging_heads: the process groups; None where this rank is alone.
         ranks: global ranks, by `exchange_rank * ulysses + ulysses_rank`.
-        peer_copies: keys may go by copy engines between NVIDIA GPUs of one host.
+        peer_copies: keys, and gradients that go straight home, may go by copy engines between NVIDIA GPUs of one host.
     """
 
     ulysses: int
@@ -73,9 +73,10 @@ class SequenceParallelGroups:
         """Groups of these degrees (1 where not given) over `process_group`, by default all ranks; or those of a
         `DeviceMesh` whose dimensions are named "ring", "kv_gather", "ulysses" (any of them, in any order).
 
-        Every rank of the group calls it, with the same degrees. With `peer_copies`, NVIDIA GPUs of one host send keys
-        forward by their copy engines instead of NCCL, where they can: under the attention, not after it. It holds up to
-        four times the keys and values of a rank in memory, and no timeout notices a rank that died.
+        Every rank of the group calls it, with the same degrees. With `peer_copies`, NVIDIA GPUs of one host send keys,
+        and gradients that go straight home, by their copy engines instead of NCCL, where they can: under the attention,
+        not after it. It holds up to four times the keys and values of a rank in memory, and no timeout notices a rank
+        that died.
 
         Raises:
             InvalidAttentionInputError: degrees that do not multiply to the number of ranks, that have no meaning
