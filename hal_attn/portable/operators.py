@@ -37,12 +37,12 @@ def last_contiguous(tensor: Tensor) -> Tensor:
 def aligned(tensor: Tensor, multiple: int) -> Tensor:
     """The last dimension contiguous, the other strides multiples of `multiple` elements, the first element on 16 bytes;
     a copy where that is not so."""
-    if tensor.is_contiguous() and not tensor.shape[-1] % multiple and not tensor.storage_offset():
+    # Memory itself begins on at least 16 bytes; its address would not be known while a graph is traced.
+    begins = tensor.storage_offset() * tensor.element_size() % 16 == 0
+    if begins and not tensor.shape[-1] % multiple and tensor.is_contiguous():
         return tensor
     strides = (stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1)
-    fits = tensor.stride(-1) == 1 and not any(stride % multiple for stride in strides)
-    # Memory itself begins on at least 16 bytes; its address would not be known while a graph is traced.
-    fits = fits and tensor.storage_offset() * tensor.element_size() % 16 == 0
+    fits = begins and tensor.stride(-1) == 1 and not any(stride % multiple for stride in strides)
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 

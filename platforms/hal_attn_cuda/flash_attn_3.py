@@ -17,7 +17,7 @@ from hal_attn.guard import attempt
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
 from hal_attn.portable.flash_rules import positive_scale_rule
 from hal_attn.portable.generation import compute_capability
-from hal_attn.portable.operators import aligned
+from hal_attn.portable.operators import aligned, operator_parameters
 from hal_attn.probing import has_parameter, versions_of
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
@@ -30,6 +30,7 @@ MODULES = {
 }
 DISTRIBUTIONS = tuple(dict.fromkeys(distribution for distribution, _ in MODULES.values()))
 HEAD_DIMS = (64, 96, 128, 192, 256)
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,14 @@ class FlashAttention3:
     Attributes:
         module: `flash_attn_func`, `flash_attn_varlen_func` and `_flash_attn_forward`.
         flags: `build_flags` of its config; empty where it has none, which then says nothing.
+        operator: what these functions call in the end, with PyTorch's own schema: (query, key, value, ...) -> (output,
+            LSE, ...). None where it is not known to take what `run` gives it.
     """
 
     module: Any
     name: str = "flash-attn-3"
     flags: Mapping[str, bool] = field(default_factory=dict)
+    operator: Callable[..., Any] | None = None
 
     def lacks(self, feature: str) -> bool:
         """Whether the build says that it was compiled without `feature`, as in "LOCAL"."""
@@ -117,20 +121,23 @@ class FlashAttention3Backend(BatchedKernel, PackedKernel):
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> KernelResult:
         module = self.library.module
+        rows = [aligned(tensor, self.head_dim_multiple) for tensor in (query, key, value)]
+        packed = {}
+        if call.metadata is not None:
+            sequences = call.metadata.sequences
+            values = (*sequences.offsets(query.device), sequences.max_seqlen, sequences.max_seqlen_k)
+            packed = dict(zip(_PACKED, values, strict=True))
+        operator = self.library.operator
+        if operator is not None and all(map(_is_plain, rows)):
+            found = operator(*rows, **packed, **_operator_options(call))
+            return found[0], found[1] if call.needs_lse else None
+        function = module.flash_attn_func if call.metadata is None else module.flash_attn_varlen_func
         options: dict[str, Any] = {
             "softmax_scale": call.scale,
             "causal": call.right == 0,
             "window_size": (call.left, call.right),
             "softcap": call.softcap,
         }
-        rows = [aligned(tensor, self.head_dim_multiple) for tensor in (query, key, value)]
-        function, packed = module.flash_attn_func, {}
-        if call.metadata is not None:
-            sequences = call.metadata.sequences
-            function = module.flash_attn_varlen_func
-            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-            values = (*sequences.offsets(query.device), sequences.max_seqlen, sequences.max_seqlen_k)
-            packed = dict(zip(names, values, strict=True))
         if not call.needs_lse:
             result = function(*rows, **packed, **options, deterministic=call.deterministic)
             return (result[0] if isinstance(result, tuple) else result), None
@@ -154,9 +161,36 @@ def import_flash_attn_3() -> FlashAttention3:
             failure = failure or error
             continue
         flags = getattr(attempt(partial(import_module, config), None)[0], "CONFIG", {})
-        return FlashAttention3(module, distribution, flags.get("build_flags", {}))
+        return FlashAttention3(module, distribution, flags.get("build_flags", {}), _operator(module))
     assert failure is not None
     raise failure
+
+
+def _operator(module: object) -> Callable[..., Any] | None:
+    """fa3-fwd's own operator, below the two that its Python functions lay around it, which take the host most of a
+    short call; None for other packages, and for a release in which it has other parameters.
+
+    It has no gradient and nothing for tensors without memory.
+    """
+    packet: Any = getattr(getattr(module, "fa3_fwd_cuda", None), "fwd", None)
+    given = {*_PACKED, *_operator_options(KernelCall(scale=1.0))}
+    return packet.default if given <= operator_parameters(packet) else None
+
+
+def _operator_options(call: KernelCall) -> dict[str, Any]:
+    return {
+        "softmax_scale": call.scale,
+        "is_causal": call.right == 0,
+        "window_size_left": call.left,
+        "window_size_right": call.right,
+        "softcap": call.softcap,
+        # As the functions have it; the operator's own default would let it choose.
+        "num_splits": 1,
+    }
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.__class__ is Tensor and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def _absent(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, None]:

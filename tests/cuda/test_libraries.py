@@ -8,15 +8,18 @@ import torch
 from hal_attn_cuda.backends import INSTALLED
 from hal_attn_cuda.flash_attn_3 import FlashAttention3Backend, import_flash_attn_3
 from hal_attn_cuda.platform import CudaPlatform
+from hal_attn_cuda.simulated.flash_attn_3 import simulated_flash_attn_3
 from torch.nn import attention as torch_attention
 
 from hal_attn import attention, explain
 from hal_attn.errors import UnsupportedAttentionError
+from hal_attn.kernels import KernelCall
 from hal_attn.portable.aten_flash import TorchFlashBackend
 from hal_attn.portable.flash_attn import FlashAttentionBackend, import_flash_attn
 from hal_attn.simulation.aten import simulated_aten
 from tests.absent import hide_vendor_packages
 from tests.cuda.calls import batched
+from tests.vendors.signatures import signature
 
 FUNCTIONS = {"flash_attn_func": print, "flash_attn_varlen_func": print}
 
@@ -67,6 +70,46 @@ def test_its_config_says_what_was_left_out(monkeypatch):
     assert (library.name, library.max_head_dim) == ("fa3-fwd", 192)
     assert library.lacks("LOCAL")
     assert not library.lacks("BACKWARD")
+
+
+def operator_with(*parameters):
+    arguments = [SimpleNamespace(name=name) for name in parameters]
+    return SimpleNamespace(default=SimpleNamespace(_schema=SimpleNamespace(arguments=arguments)))
+
+
+def test_fa3_fwd_s_operator_is_called_where_it_has_what_is_given(monkeypatch):
+    names = list(signature("torch.ops.fa3_fwd.fwd").parameters)
+    known = operator_with(*names)
+    module(monkeypatch, "fa3_fwd_interface", **FUNCTIONS, fa3_fwd_cuda=SimpleNamespace(fwd=known))
+    assert import_flash_attn_3().operator is known.default
+    for missing in ("num_splits", "cu_seqlens_q", "window_size_right"):
+        other = operator_with(*(name for name in names if name != missing))
+        module(monkeypatch, "fa3_fwd_interface", **FUNCTIONS, fa3_fwd_cuda=SimpleNamespace(fwd=other))
+        assert import_flash_attn_3().operator is None
+    module(monkeypatch, "fa3_fwd_interface", **FUNCTIONS)
+    assert import_flash_attn_3().operator is None
+
+
+def test_what_the_operator_cannot_take_goes_to_the_functions(monkeypatch):
+    """Gradients, and tensors that are more than their values."""
+    library, called = simulated_flash_attn_3("fa3_fwd", "sm90"), []
+    for name in FUNCTIONS:
+        function = getattr(library.module, name)
+        monkeypatch.setattr(library.module, name, lambda *a, f=function, **o: called.append(f) or f(*a, **o))
+    backend = FlashAttention3Backend(lambda: library, lambda device: "sm90")
+    call = KernelCall(scale=0.25)
+    (query, key, value), _ = batched(7, 11)
+    plain = backend.run(query, key, value, call)[0]
+    assert not called
+    as_parameter = torch.nn.Parameter(key, requires_grad=False)
+    torch.testing.assert_close(backend.run(query, as_parameter, value, call)[0], plain)
+    assert len(called) == 1
+    wanting = value.clone().requires_grad_()
+    assert backend.run(query, key, wanting, call)[0].requires_grad
+    assert len(called) == 2
+    with torch.no_grad():
+        backend.run(query, key, wanting, call)
+    assert len(called) == 2
 
 
 def test_flash_attention_3_that_is_nowhere():

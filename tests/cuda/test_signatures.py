@@ -11,9 +11,10 @@ from hal_attn.simulation.flash_attn import simulated_flash_attn
 from tests.vendors.signatures import assert_same_signature
 
 FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func")
+FA3_FWD = simulated_flash_attn_3("fa3_fwd", "sm90")
 PAIRS = [
     *((simulated_flash_attn(), name, "flash_attn") for name in FUNCTIONS),
-    *((simulated_flash_attn_3("fa3_fwd", "sm90").module, name, "fa3_fwd_interface") for name in FUNCTIONS),
+    *((FA3_FWD.module, name, "fa3_fwd_interface") for name in FUNCTIONS),
     *((simulated_flash_attn_3("full", "sm90").module, name, "flash_attn_interface") for name in FUNCTIONS),
     *((simulated_flash_attn_4("sm90"), name, "flash_attn.cute") for name in FUNCTIONS),
     (simulated_flashinfer(), "cudnn_batch_prefill_with_kv_cache", "flashinfer.cudnn.prefill"),
@@ -24,6 +25,10 @@ PAIRS = [
     (simulated_aten(), "_efficient_attention_forward", "torch.ops.aten"),
     (simulated_flash_attn_4("sm90").interface, "_flash_attn_bwd", "flash_attn.cute.interface"),
 ]
+
+
+def test_fa3_fwd_s_operator_has_the_same_signature():
+    assert_same_signature(FA3_FWD.operator, "torch.ops.fa3_fwd.fwd")
 
 
 @pytest.mark.parametrize(("library", "name", "module"), PAIRS, ids=[f"{module}.{name}" for _, name, module in PAIRS])

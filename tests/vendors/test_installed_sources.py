@@ -5,6 +5,7 @@ kernels of its newest wheel (the schemas of the pinned wheel are compared live i
 asked of the installed PyTorch.
 """
 
+import ast
 import importlib
 import inspect
 
@@ -43,7 +44,7 @@ def test_every_package_is_compared_or_pinned_with_a_reason():
     assert packages == {*FETCHED, *PINNED, "torch", "torch-npu"}
 
 
-@pytest.mark.parametrize("function", **names(of(*FETCHED)))
+@pytest.mark.parametrize("function", **names([function for function in of(*FETCHED) if function.source]))
 def test_source_has_this_signature(function):
     version = sources.version(function.package)
     print(f"{function.package} {version}, data of {function.version}")
@@ -51,6 +52,17 @@ def test_source_has_this_signature(function):
         f"{function.id} of {function.package} {version} differs from the data of {function.version}"
     )
     assert sources.exports(function), f"{function.module} of {function.package} {version} has no {function.name}"
+
+
+def test_fa3_fwd_calls_its_operator_with_these_parameters():
+    """What its own function passes by place, which has the schema of the compiled part in its names."""
+    tree = ast.parse((sources.folder("fa3-fwd") / "fa3_fwd_interface.py").read_text(encoding="utf-8"))
+    (call,) = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "fa3_fwd_cuda.fwd"
+    ]
+    others = {"qv": "q_v", "out_": "out", "causal": "is_causal", "rotary_interleaved": "is_rotary_interleaved"}
+    given = [others.get(ast.unparse(argument), ast.unparse(argument)) for argument in call.args]
+    assert given == list(signatures.signature("torch.ops.fa3_fwd.fwd").parameters)
 
 
 @pytest.mark.parametrize("function", **names(of("torch-npu")))

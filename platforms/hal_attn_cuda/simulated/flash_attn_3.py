@@ -31,7 +31,8 @@ FORWARD_ONLY = {
 
 def simulated_flash_attn_3(kind: str, generation: str, empty_lse: float | None = None) -> FlashAttention3:
     """FlashAttention 3 as `kind`: "fa3_fwd", "full" or "old"; a row without keys gives LSE -inf, or `empty_lse`."""
-    flags = FORWARD_ONLY if kind == "fa3_fwd" else {}
+    wheel = kind == "fa3_fwd"
+    flags = FORWARD_ONLY if wheel else {}
     kernel = Kernel(flags, generation, -math.inf if empty_lse is None else empty_lse)
     if kind == "old":
         functions = {"flash_attn_func": kernel.old_func, "flash_attn_varlen_func": kernel.old_varlen_func}
@@ -40,12 +41,13 @@ def simulated_flash_attn_3(kind: str, generation: str, empty_lse: float | None =
         module = SimpleNamespace(
             flash_attn_func=kernel.flash_attn_func, flash_attn_varlen_func=kernel.flash_attn_varlen_func
         )
-    return FlashAttention3(module, "fa3-fwd" if kind == "fa3_fwd" else "flash-attn-3", flags)
+    name, operator = ("fa3-fwd", kernel.operator) if wheel else ("flash-attn-3", None)
+    return FlashAttention3(module, name, flags, operator)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One build on one device; its methods are the package's functions."""
+    """One build on one device; its methods are the package's functions, and the operator of fa3-fwd below them."""
 
     flags: dict[str, bool]
     generation: str
@@ -194,6 +196,51 @@ class Kernel:
             packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q or 0, max_seqlen_k or 0)
         nothing = torch.empty(0)
         return (*self._run((q, k, v), packed, softmax_scale, causal, window_size, softcap, False), nothing, nothing)
+
+    def operator(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_new: Tensor | None = None,
+        v_new: Tensor | None = None,
+        q_v: Tensor | None = None,
+        out: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        cu_seqlens_k_new: Tensor | None = None,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        page_table: Tensor | None = None,
+        kv_batch_idx: Tensor | None = None,
+        leftpad_k: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        seqlens_rotary: Tensor | None = None,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        attention_chunk: int = 0,
+        softcap: float = 0.0,
+        is_rotary_interleaved: bool = False,
+        scheduler_metadata: Tensor | None = None,
+        num_splits: int = 0,
+        pack_gqa: bool | None = None,
+        sm_margin: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        must(not (torch.is_grad_enabled() and q.requires_grad), "the operator has no gradient")
+        must(num_splits == 1, "with another number of splits a result depends on how many multiprocessors there are")
+        packed: Packed | None = None
+        if cu_seqlens_q is not None and cu_seqlens_k is not None:
+            packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q or 0, max_seqlen_k or 0)
+        window, nothing = (window_size_left, window_size_right), torch.empty(0)
+        return (*self._run((q, k, v), packed, softmax_scale, is_causal, window, softcap, False), nothing, nothing)
 
     def _run(
         self,
