@@ -187,8 +187,11 @@ def _over_views(short: BoundCall, request: AttentionRequest, general: BoundCall)
     ) -> AttentionResult:
         if tensors:
             return general(query, key, value, sequences, **tensors)
-        if count == 1 and not with_lse:
-            return cast(Tensor, short(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))).squeeze(0)
+        if count == 1:
+            result = short(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))
+            if not with_lse:
+                return cast(Tensor, result).squeeze(0)
+            return result[0].squeeze(0), result[1].squeeze(0)
         batch = (tensor.unflatten(0, (count, -1)) for tensor in (query, key, value))
         result = short(*batch)
         if not with_lse:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal_attn.sequence_parallel.current import current
 from hal_attn.sequence_parallel.work import RowSet
 
 _ROWS = 32
@@ -40,7 +41,7 @@ def join(output: Tensor, lse: Tensor, rows: RowSet, part: Tensor, part_lse: Tens
         return
     index = rows.on(output.device) if rows.index is not None else part_lse
     grid = ((count + _ROWS - 1) // _ROWS, heads)
-    with torch.cuda.device(output.device):
+    with current(output.device):
         _kernel()[grid](
             output,
             lse,

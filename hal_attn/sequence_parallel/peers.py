@@ -18,8 +18,10 @@ import ctypes
 import math
 import socket
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,11 +29,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hal_attn.guard import attempt
+from hal_attn.sequence_parallel.current import current
 
 Tensors = tuple[Tensor, ...]
 
 _SLOTS = 2
 _ALIGNMENT = 256
+# Kinds of exchange that are remembered; a model has a few for each batch shape.
+_KINDS = 256
+
+
+@dataclass(frozen=True)
+class _Route:
+    """One kind of exchange: where it writes and where it is read, by slot.
+
+    Attributes:
+        sizes: bytes of each tensor; `targets`, the addresses that they are copied to.
+        received: the tensors of other ranks, as views of the own slot.
+    """
+
+    sizes: tuple[int, ...]
+    targets: tuple[tuple[int, ...], ...]
+    received: tuple[Tensors, ...]
 
 
 @dataclass
@@ -39,16 +58,76 @@ class _Opened:
     """What the ranks made together.
 
     Attributes:
+        rank: this one in the group.
         memory: by rank, its flags and slots as this rank maps them, uint8; `handle` keeps them mapped.
         room: bytes of a slot.
         first: the number of the first exchange that used it.
+        stream: the side stream; `passing` is what it waits for, `sent`, by slot, what waits for it.
     """
 
+    rank: int
     memory: list[Tensor]
     handle: Any
     room: int
     first: int
     stream: torch.cuda.Stream
+    passing: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    sent: list[torch.cuda.Event] = field(default_factory=lambda: [torch.cuda.Event() for _ in range(_SLOTS)])
+    routes: dict[object, _Route] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.addresses = [memory.data_ptr() for memory in self.memory]
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Its GPU as the current one: the default stream has one handle on all of them, which means that of the
+        current one."""
+        return current(self.stream.device)
+
+    def main(self) -> torch.cuda.Stream:
+        """The current stream of its GPU."""
+        return torch.cuda.current_stream(self.stream.device)
+
+    def follow(self, main: torch.cuda.Stream) -> None:
+        """The side stream goes on after what `main` was given so far."""
+        self.passing.record(main)
+        self.stream.wait_event(self.passing)
+
+    def flag(self, owner: int, name: str, slot: int, rank: int = 0) -> int:
+        """The address of a flag, in the memory of who waits for it: "ready" of an own slot, or "free" of one of
+        `rank`."""
+        place = slot if name == "ready" else _SLOTS * (1 + rank) + slot
+        return self.addresses[owner] + 4 * place
+
+    def route(self, tensors: Tensors, to: int, rows: int) -> _Route:
+        """Of these tensors to rank `to`, and `rows` rows of such from another."""
+        key = (to, rows, *((tensor.shape, tensor.dtype) for tensor in tensors))
+        found = self.routes.get(key)
+        if found is None:
+            if len(self.routes) >= _KINDS:
+                self.routes.clear()
+            found = self.routes[key] = self._route(tensors, to, rows)
+        return found
+
+    def _route(self, tensors: Tensors, to: int, rows: int) -> _Route:
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        shapes = [(rows, *tensor.shape[1:]) for tensor in tensors]
+        incoming = [math.prod(shape) * tensor.element_size() for shape, tensor in zip(shapes, tensors, strict=True)]
+        targets, received = [], []
+        for slot in range(_SLOTS):
+            targets.append(tuple(self.addresses[to] + place for place in self._places(slot, sizes)))
+            views = [
+                self.memory[self.rank][place : place + size].view(tensor.dtype).view(shape)
+                for place, size, tensor, shape in zip(
+                    self._places(slot, incoming), incoming, tensors, shapes, strict=True
+                )
+            ]
+            received.append(tuple(views))
+        return _Route(tuple(sizes), tuple(targets), tuple(received))
+
+    def _places(self, slot: int, sizes: Sequence[int]) -> list[int]:
+        """Where tensors of these sizes begin, one after another in a slot, from the start of the memory."""
+        begin = _flags_size(len(self.memory)) + slot * self.room
+        return [begin + before for before in accumulate(map(_rounded, sizes[:-1]), initial=0)]
 
 
 @dataclass
@@ -80,24 +159,21 @@ class PeerCopies:
 
         `most_rows`: of any rank in this exchange; no rank sends or receives more.
         """
-        rank = dist.get_rank(self.group)
-        shapes = [(rows, *tensor.shape[1:]) for tensor in tensors]
         # Only dense memory is copied by an engine; anything else would be copied by a kernel.
         tensors = tuple(tensor.contiguous() for tensor in tensors)
         opened = self._room_for(tensors, most_rows)
         self._count += 1
-        number, slot = self._count, self._count % _SLOTS
-        main, side = torch.cuda.current_stream(opened.stream.device), opened.stream
-        side.wait_stream(main)
-        if number - _SLOTS >= opened.first:
-            _wait(side, _flag(opened.memory[rank], "free", slot, to), number - _SLOTS)
-        with torch.cuda.stream(side):
-            targets = _views(opened, to, slot, [tensor.shape for tensor in tensors], tensors)
-            for target, tensor in zip(targets, tensors, strict=True):
-                target.copy_(tensor)
-        _raise(side, _flag(opened.memory[to], "ready", slot), number)
-        sent = side.record_event()
-        return PeerTransfer(self, opened, number, sent, tensors, tuple(_views(opened, rank, slot, shapes, tensors)))
+        number, slot, side = self._count, self._count % _SLOTS, opened.stream
+        route = opened.route(tensors, to, rows)
+        with opened.here():
+            opened.follow(opened.main())
+            if number - _SLOTS >= opened.first:
+                _wait(side, opened.flag(opened.rank, "free", slot, to), number - _SLOTS)
+            for target, tensor, size in zip(route.targets[slot], tensors, route.sizes, strict=True):
+                _copy(side, target, tensor.data_ptr(), size)
+            _raise(side, opened.flag(to, "ready", slot), number)
+            opened.sent[slot].record(side)
+        return PeerTransfer(self, opened, number, tensors, route.received[slot])
 
     def _room_for(self, tensors: Tensors, most_rows: int) -> _Opened:
         need = sum(_rounded(most_rows * math.prod(t.shape[1:]) * t.element_size()) for t in tensors)
@@ -107,27 +183,29 @@ class PeerCopies:
             stream = self._opened.stream if self._opened is not None else torch.cuda.Stream(device)
             # The old slots may still be read; making new ones waits for every rank anyway.
             torch.cuda.synchronize(device)
-            memory, handle = _mapped(self.group, _flags_size(self.group) + _SLOTS * room, device)
-            self._opened = _Opened(memory, handle, room, self._count + 1, stream)
+            rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+            memory, handle = _mapped(self.group, _flags_size(ranks) + _SLOTS * room, device)
+            self._opened = _Opened(rank, memory, handle, room, self._count + 1, stream)
         return self._opened
 
 
 @dataclass(frozen=True)
 class PeerTransfer:
-    """Tensors on their way to this rank, and others from it."""
+    """Tensors on their way to this rank, and others from it, which are `kept` until they are gone."""
 
     peers: PeerCopies
     opened: _Opened
     number: int
-    sent: torch.cuda.Event
     kept: Tensors
     received: Tensors
 
     def wait(self) -> Tensors:
         """The received tensors, in a slot: read them on the current stream, and say `done`."""
-        rank, main = dist.get_rank(self.peers.group), torch.cuda.current_stream(self.opened.stream.device)
-        _wait(main, _flag(self.opened.memory[rank], "ready", self.number % _SLOTS), self.number)
-        main.wait_event(self.sent)
+        opened, slot = self.opened, self.number % _SLOTS
+        main = opened.main()
+        with opened.here():
+            _wait(main, opened.flag(opened.rank, "ready", slot), self.number)
+            main.wait_event(opened.sent[slot])
         return self.received
 
     def abandon(self) -> None:
@@ -139,11 +217,13 @@ class PeerTransfer:
 
     def done(self) -> None:
         """What reads the received tensors was given to the current stream: the slot may be written after it."""
-        rank, side = dist.get_rank(self.peers.group), self.opened.stream
-        side.wait_stream(torch.cuda.current_stream(side.device))
-        for other, memory in enumerate(self.opened.memory):
-            if other != rank:
-                _raise(side, _flag(memory, "free", self.number % _SLOTS, rank), self.number)
+        opened = self.opened
+        with opened.here():
+            opened.follow(opened.main())
+            for other in range(len(opened.memory)):
+                if other != opened.rank:
+                    flag = opened.flag(other, "free", self.number % _SLOTS, opened.rank)
+                    _raise(opened.stream, flag, self.number)
 
 
 def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -163,7 +243,7 @@ def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
     failed: str | None = next((reason for _, _, reason in told if reason is not None), None)
     if failed is not None:
         return failed
-    _, failure = attempt(lambda: _mapped(group, _flags_size(group), device), None)
+    _, failure = attempt(lambda: _mapped(group, _flags_size(len(told)), device), None)
     failures: list[str] = [""] * len(told)
     dist.all_gather_object(failures, failure, group=group)
     return next((reason for reason in failures if reason), None)
@@ -177,45 +257,25 @@ def _symmetric_memory() -> Any:
 
 def _mapped(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[list[Tensor], Any]:
     """`size` bytes of every rank, the flags 0; all ranks make them together, and wait for one another."""
-    module = _symmetric_memory()
-    own = module.empty(size, dtype=torch.uint8, device=device)
-    handle = module.rendezvous(own, group.group_name)
-    own[: _flags_size(group)].zero_()
-    torch.cuda.synchronize(device)
-    dist.barrier(group)
-    rank = dist.get_rank(group)
-    ranks = range(dist.get_world_size(group))
-    return [own if other == rank else handle.get_buffer(other, (size,), torch.uint8) for other in ranks], handle
-
-
-def _views(opened: _Opened, rank: int, slot: int, shapes: Sequence[Sequence[int]], like: Tensors) -> list[Tensor]:
-    """Tensors of these shapes, one after another, in a slot of `rank`."""
-    begin = _flags_size_of(len(opened.memory)) + slot * opened.room
-    views = []
-    for shape, tensor in zip(shapes, like, strict=True):
-        size = math.prod(shape) * tensor.element_size()
-        views.append(opened.memory[rank][begin : begin + size].view(tensor.dtype).view(*shape))
-        begin += _rounded(size)
-    return views
+    module, rank, count = _symmetric_memory(), dist.get_rank(group), dist.get_world_size(group)
+    # What is made in inference mode could not be written to outside it, and the next call may be there.
+    with torch.inference_mode(False):
+        own = module.empty(size, dtype=torch.uint8, device=device)
+        handle = module.rendezvous(own, group.group_name)
+        own[: _flags_size(count)].zero_()
+        torch.cuda.synchronize(device)
+        dist.barrier(group)
+        memory = [own if other == rank else handle.get_buffer(other, (size,), torch.uint8) for other in range(count)]
+    return memory, handle
 
 
 def _rounded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _flags_size(group: dist.ProcessGroup) -> int:
-    return _flags_size_of(dist.get_world_size(group))
-
-
-def _flags_size_of(ranks: int) -> int:
+def _flags_size(ranks: int) -> int:
     """Flags are 32-bit: `ready` of each slot, then `free` of each slot of each rank."""
     return _rounded(4 * _SLOTS * (1 + ranks))
-
-
-def _flag(memory: Tensor, name: str, slot: int, rank: int = 0) -> int:
-    """The address of a flag, in the memory of who waits for it: "ready" of an own slot, or "free" of one of `rank`."""
-    place = slot if name == "ready" else _SLOTS * (1 + rank) + slot
-    return memory.data_ptr() + 4 * place
 
 
 @cache
@@ -223,21 +283,25 @@ def _driver() -> Any:
     library = ctypes.CDLL("libcuda.so.1")
     for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
         getattr(library, name).argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     return library
+
+
+def _copy(stream: torch.cuda.Stream, target: int, source: int, size: int) -> None:
+    """`stream` copies `size` bytes between two addresses."""
+    if size:
+        _check(_driver().cuMemcpyDtoDAsync_v2(target, source, size, stream.cuda_stream), "cuMemcpyDtoDAsync")
 
 
 def _wait(stream: torch.cuda.Stream, flag: int, number: int) -> None:
     """`stream` goes on once the flag has reached `number`; CU_STREAM_WAIT_VALUE_GEQ, which takes numbers as cyclic."""
-    # The default stream has one handle on all devices, which means that of the current one.
-    with torch.cuda.device(stream.device):
-        status = _driver().cuStreamWaitValue32_v2(stream.cuda_stream, flag, number & 0xFFFFFFFF, 0)
+    status = _driver().cuStreamWaitValue32_v2(stream.cuda_stream, flag, number & 0xFFFFFFFF, 0)
     _check(status, "cuStreamWaitValue32")
 
 
 def _raise(stream: torch.cuda.Stream, flag: int, number: int) -> None:
     """`stream` sets the flag after all before it, which other GPUs then see too (CU_STREAM_WRITE_VALUE_DEFAULT)."""
-    with torch.cuda.device(stream.device):
-        status = _driver().cuStreamWriteValue32_v2(stream.cuda_stream, flag, number & 0xFFFFFFFF, 0)
+    status = _driver().cuStreamWriteValue32_v2(stream.cuda_stream, flag, number & 0xFFFFFFFF, 0)
     _check(status, "cuStreamWriteValue32")
 
 

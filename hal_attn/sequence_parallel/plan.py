@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from hal_attn.backend import AttentionResult
 from hal_attn.carrier import refer
 from hal_attn.errors import InvalidAttentionInputError
+from hal_attn.portable.operators import wants_gradient
 from hal_attn.sequence_parallel.agreement import agreed
 from hal_attn.sequence_parallel.compiled import plan_attention
 from hal_attn.sequence_parallel.costs import Costs, best_for_all
@@ -132,10 +133,14 @@ class Plan:
         )
         tensors, settings = self._settled(given)
         kernel = self._kernel(*whole_masks(self, mask, key_padding_mask))
-        output, lse = PlanAttention.apply(self.engine, kernel, settings, *tensors, sinks)  # type: ignore[no-untyped-call]
+        if wants_gradient(*tensors, sinks):
+            output, lse = PlanAttention.apply(self.engine, kernel, settings, *tensors, sinks)  # type: ignore[no-untyped-call]
+        else:
+            output, lse, _ = self.engine.forward(kernel, settings, *tensors, sinks)
         if self.description.batch is not None:
-            output = output.unflatten(0, (self.description.batch, -1))
-            lse = lse.unflatten(1, (self.description.batch, -1)).transpose(0, 1)
+            output = output.view(*query.shape[:-1], value.shape[-1])
+            if return_lse:
+                lse = lse.unflatten(1, query.shape[:2]).transpose(0, 1)
         return (output, lse) if return_lse else output
 
     @property
