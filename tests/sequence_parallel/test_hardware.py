@@ -1,4 +1,7 @@
-"""On a real device: a layer never waits for it."""
+"""On a real device: a layer never waits for it, and copies between two of them are right."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -110,3 +113,16 @@ def test_no_part_is_joined_twice(dim):
     torch.testing.assert_close(first, (plain.output, plain.lse))
     for _ in range(50):
         assert all(torch.equal(a, b) for a, b in zip(joined(), first, strict=True))
+
+
+@pytest.mark.cuda
+def test_keys_by_copy_engines_are_those_by_nccl():
+    """On two GPUs; on one, both ranks share it, and the copies must see that."""
+    assert torch.cuda.is_available(), "these tests were asked for, and there is no NVIDIA device"
+    script = "tests.sequence_parallel.copies_on_gpus"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    refused = "refused: several ranks share a GPU" in done.stdout
+    assert refused == (torch.cuda.device_count() == 1)
+    assert refused or "copies: as by NCCL" in done.stdout

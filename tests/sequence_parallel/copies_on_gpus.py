@@ -1,0 +1,139 @@
+"""Keys by copy engines between two GPUs: the same as by NCCL, bit for bit, whatever came before.
+
+torchrun --nproc-per-node=2 -m tests.sequence_parallel.copies_on_gpus
+
+Where there is one GPU, both ranks have it, and the copies must say so and go another way. Prints what it saw, and of a
+layer of 512 tokens the time, which is the host's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hal_attn.sequence_parallel import SequenceParallelGroups, engine
+from tests.support import randn
+
+HEADS, DIM, LAYERS = 8, 64, 7
+BATCHES = ((96, 5, 32), (4096,), (7, 1), (300, 2000, 64, 1), (96, 5, 32))
+
+
+def tensors(lengths, seed, device):
+    shape = (sum(lengths), HEADS, DIM)
+    return [randn(*shape, seed=seed + place, dtype=torch.bfloat16).to(device) for place in range(3)]
+
+
+def layers(plan, lengths, device, gradients):
+    """Outputs, or gradients, of layers with other values each, given to the device without a pause."""
+    found = []
+    for seed in range(LAYERS):
+        local = [shard(t) for shard, t in zip(_shards(plan), tensors(lengths, 10 * seed, device), strict=True)]
+        # What is not dense has to be made so before an engine copies it.
+        local[1] = torch.stack([local[1], local[1]], 1)[:, 1]
+        if gradients:
+            local = [tensor.requires_grad_() for tensor in local]
+            output = plan.attention(*local)
+            found += torch.autograd.grad(output, local, torch.ones_like(output))
+        else:
+            found.append(plan.attention(*local))
+    return found
+
+
+def _shards(plan):
+    return plan.shard, plan.shard_kv, plan.shard_kv
+
+
+def check_same(by_copies, by_nccl, device):
+    for lengths in BATCHES:
+        for causal in (False, True):
+            plans = [groups.plan(lengths, causal=causal) for groups in (by_copies, by_nccl)]
+            for gradients in (False, True):
+                found, expected = (layers(plan, lengths, device, gradients) for plan in plans)
+                same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+                assert same, f"{lengths}, causal={causal}, gradients={gradients}: other values than by NCCL"
+
+
+def check_another_current_device(by_copies, by_nccl, device):
+    """The tensors say which GPU it is, whichever is the current one."""
+    expected, found = (
+        layers(groups.plan((1000,), causal=True), (1000,), device, False) for groups in (by_nccl, by_copies)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    torch.cuda.set_device(1 - device.index)
+    try:
+        found = layers(by_copies.plan((1000,), causal=True), (1000,), device, False)
+    finally:
+        torch.cuda.set_device(device)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), "another device was current"
+
+
+def check_interrupted(device):
+    """What raises on every rank between sending and reading leaves nobody waiting; later calls go by NCCL."""
+    groups = SequenceParallelGroups.create(ring=2, peer_copies=True)
+    plan = groups.plan((300, 5))
+    expected = layers(plan, (300, 5), device, False)
+    planted = mock.patch.object(engine.PartialStates, "add", side_effect=RuntimeError("planted"))
+    with planted, pytest.raises(RuntimeError, match="planted"):
+        layers(plan, (300, 5), device, False)
+    assert groups.peers.unavailable == "an exchange was interrupted by an exception"
+    found = layers(plan, (300, 5), device, False)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def host_time(groups, device, causal):
+    """Microseconds of a layer that is too short for the device to matter."""
+    plan = groups.plan((512,), causal=causal)
+    local = [shard(t) for shard, t in zip(_shards(plan), tensors((512,), 0, device), strict=True)]
+    with torch.no_grad():
+        for _ in range(20):
+            plan.attention(*local)
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(300):
+            plan.attention(*local)
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / 300 * 1e6
+
+
+def main():
+    rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    device = torch.device("cuda", rank % count)
+    torch.cuda.set_device(device)
+    alone = count == 1
+    dist.init_process_group("gloo" if alone else "nccl")
+    try:
+        for mode in ("ring", "kv_gather"):
+            # First in inference mode, whose tensors would be of no use outside it.
+            by_copies = SequenceParallelGroups.create(**{mode: 2}, peer_copies=True)
+            with torch.inference_mode():
+                layers(by_copies.plan((64,)), (64,), device, False)
+            if alone:
+                assert by_copies.peers.unavailable == "several ranks share a GPU", by_copies.peers.unavailable
+                continue
+            assert by_copies.peers.unavailable is None, by_copies.peers.unavailable
+            by_nccl = SequenceParallelGroups.create(**{mode: 2})
+            check_same(by_copies, by_nccl, device)
+            check_another_current_device(by_copies, by_nccl, device)
+            assert by_copies.peers.unavailable is None, by_copies.peers.unavailable
+            times = [host_time(groups, device, causal) for groups in (by_copies, by_nccl) for causal in (False, True)]
+            if rank == 0:
+                print(
+                    f"{mode}: the same by copies; host, us a layer: full {times[0]:.0f}, causal {times[1]:.0f}; by "
+                    f"NCCL {times[2]:.0f}, {times[3]:.0f}"
+                )
+        if not alone:
+            check_interrupted(device)
+        if rank == 0:
+            print("refused: several ranks share a GPU" if alone else "copies: as by NCCL")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
