@@ -1,6 +1,7 @@
 """One batch in a process of its own, so that its peak memory is its own: `python -m hal_attn.bench.packed.cell JSON`.
 
-It prints JSON: the time of every way, taken in turns, or the memory of one.
+It prints JSON: the time of every way, taken in turns, or the memory of one. A device's allocator counts each call by
+itself, so there the process of the times tells the memory too.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def in_process(cell: Cell) -> dict[str, Any]:
 
 
 def measured(cell: Cell) -> dict[str, Any]:
-    """Of all ways, by name: {"ms", "difference"} or {"failed"}, with the backend's name; or {"peak"} of one."""
+    """Of all ways, by name: {"ms", "difference", on a device "peak"} or {"failed"}, with the backend's name; or {"peak"}
+    of one."""
     torch.set_num_threads(cell.threads)
     batch = cell.batch()
     with torch.no_grad(), batch.kernel():
@@ -75,6 +77,8 @@ def measured(cell: Cell) -> dict[str, Any]:
                 found[way] = {"failed": shortened(failure, 200)}
             else:
                 found[way] = {"difference": float((output.float() - truth).abs().max())}
+                if batch.device.type != "cpu":
+                    found[way]["peak"] = _peak(cell.batch(), way)
         calls = {way: call_of(batch, way) for way in WAYS if "failed" not in found[way]}
         for way, samples in timing.interleaved(batch.device, calls, cell.rounds).items():
             found[way]["ms"] = statistics.median(samples)

@@ -26,7 +26,7 @@ class Row:
     Attributes:
         ms: the median of calls in turns.
         of_best: `ms` as a multiple of the best other way's than ours; its mark is `MARK`.
-        peak: bytes that the first call of a process holds beyond its inputs.
+        peak: bytes that the first call holds beyond its inputs.
         difference: the largest from float32, each sequence alone; `wrong` where rounding does not explain it.
         refused: why it was not measured.
     """
@@ -50,7 +50,8 @@ def measure(batches: Mapping[str, tuple[int, ...]], like: Cell, memory: bool, ti
     """Every batch, with all else as in `like`."""
     rows: list[Row] = []
     notes: list[str] = []
-    steps = len(batches) * (1 + (len(WAYS) if memory else 0))
+    apart = memory and torch.device(like.device).type == "cpu"
+    steps = len(batches) * (1 + (len(WAYS) if apart else 0))
     done = 0
     for name, lengths in batches.items():
         cell = replace(like, lengths=lengths)
@@ -61,12 +62,12 @@ def measure(batches: Mapping[str, tuple[int, ...]], like: Cell, memory: bool, ti
             notes.append(f"{name}: {found['backend']} has a packed kernel of its own, so the padded route is not taken")
         own = _rows(name, lengths, cell.dtype, found)
         for row in own:
-            if memory:
+            if apart:
                 tick(f"{name}: memory of {row.way}", done, steps)
                 done += 1
                 if row.ms is not None:
                     row = replace(row, peak=in_process(replace(cell, way=row.way))["peak"])
-            rows.append(row)
+            rows.append(row if memory else replace(row, peak=None))
     tick("done", steps, steps)
     shape = f"{like.heads} heads of {like.head_dim}, {like.dtype}"
     told = facts(torch.device(like.device), threads=f"{like.threads} of PyTorch on the CPU", shape=shape)
@@ -91,7 +92,7 @@ def _rows(name: str, lengths: tuple[int, ...], dtype: str, found: dict[str, dict
                 sum(lengths),
                 ms,
                 None if ms is None or best is None else ms / best,
-                None,
+                told.get("peak"),
                 difference,
                 difference is not None and not difference <= _TOLERANCE[dtype],
                 None if ms is not None else str(told.get("failed")),

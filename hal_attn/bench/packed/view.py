@@ -18,7 +18,7 @@ from hal_attn.bench.tables import MEBIBYTE, kept, number, ratio, table
 
 LEGEND = (
     "ms: median of calls in turns. Of best: ms as a multiple of the best other way's than ours. MiB: what the first "
-    "call of a process holds beyond its inputs. Difference: the largest from float32, each sequence alone."
+    "call holds beyond its inputs. Difference: the largest from float32, each sequence alone."
 )
 
 

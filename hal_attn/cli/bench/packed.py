@@ -25,7 +25,7 @@ def packed(
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 64,
     backend: Annotated[str | None, typer.Option(metavar="NAME", help="The default one if not given.")] = None,
-    memory: Annotated[bool, typer.Option(help="Also memory, each in a process of its own.")] = True,
+    memory: Annotated[bool, typer.Option(help="Also memory; on the CPU each way in a process of its own.")] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="Of PyTorch on the CPU; its own number.")] = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
