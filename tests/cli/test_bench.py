@@ -224,6 +224,18 @@ def test_packed_runs_over_a_simulated_vendor(run, monkeypatch):
     assert "SIMULATED" in result.stdout
 
 
+def test_packed_gives_no_mask_to_a_kernel_that_would_not_look_at_it(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("HAL_ATTN_SIMULATE", "cuda")
+    file = tmp_path / "found.json"
+    options = ("--batch", "mixed", "--backend", "flash_attn_3", "--dtype", "bfloat16", "--json", str(file))
+    result = run(*PACKED, *options, "--no-memory")
+    assert result.exit_code == 0, result.output
+    rows = {row["way"]: row for row in json.loads(file.read_text())["rows"]}
+    masked = ("one padded call", "length buckets")
+    assert all("key_padding_mask" in rows[way]["refused"] for way in masked)
+    assert all(row["ms"] > 0 for way, row in rows.items() if way not in masked)
+
+
 # Files, pictures, comparisons
 
 

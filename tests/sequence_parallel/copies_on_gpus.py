@@ -1,4 +1,4 @@
-"""Keys by copy engines between two GPUs: the same as by NCCL, bit for bit, whatever came before.
+"""Keys by copy engines between two GPUs: outputs as by NCCL, bit for bit, and gradients, whatever came before.
 
 torchrun --nproc-per-node=2 -m tests.sequence_parallel.copies_on_gpus
 
@@ -53,9 +53,13 @@ def check_same(by_copies, by_nccl, device):
         for causal in (False, True):
             plans = [groups.plan(lengths, causal=causal) for groups in (by_copies, by_nccl)]
             for gradients in (False, True):
+                what = f"{lengths}, causal={causal}, gradients={gradients}"
                 found, expected = (layers(plan, lengths, device, gradients) for plan in plans)
-                same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-                assert same, f"{lengths}, causal={causal}, gradients={gradients}: other values than by NCCL"
+                for place, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+                    # Vendors' gradients are added up in any order; those of other keys would be other ones altogether.
+                    most = theirs.abs().max().item() * 2**-6 if gradients else 0.0
+                    off = (ours - theirs).abs().max().item()
+                    assert off <= most, f"{what}, tensor {place}: {off} from NCCL's"
 
 
 def check_another_current_device(by_copies, by_nccl, device):

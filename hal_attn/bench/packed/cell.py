@@ -60,8 +60,8 @@ def in_process(cell: Cell) -> dict[str, Any]:
 
 
 def measured(cell: Cell) -> dict[str, Any]:
-    """Of all ways, by name: {"ms", "difference", on a device "peak"} or {"failed"}, with the backend's name; or {"peak"}
-    of one."""
+    """Of all ways, by name: {"ms", "difference"}, on a device also "peak", or {"failed"}, with the backend's name; or
+    {"peak"} of one."""
     torch.set_num_threads(cell.threads)
     batch = cell.batch()
     with torch.no_grad(), batch.kernel():

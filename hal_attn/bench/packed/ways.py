@@ -16,8 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hal_attn.backend import AttentionBackend
 from hal_attn.bench.timing import Call
+from hal_attn.errors import UnsupportedAttentionError
 from hal_attn.functional import select_backend, varlen_attention
 from hal_attn.packing import PackedSequences
+from hal_attn.refusal import Refusal
 
 ROUTE = "padded route"
 # Backends whose kernel PyTorch's own function runs, with less around it than ours has, by the type of their device.
@@ -78,7 +80,14 @@ class Batch:
         return nullcontext() if kind is None else sdpa_kernel(kind)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The kernel itself, `[B, S, H, D]`; `mask` `[B, S]` marks the keys that count."""
+        """The kernel itself, `[B, S, H, D]`; `mask` `[B, S]` marks the keys that count.
+
+        Raises:
+            UnsupportedAttentionError: a mask, which the kernel would not look at.
+        """
+        if mask is not None and not self.chosen.capabilities.key_padding_mask:
+            refusal = Refusal("key_padding_mask", "given", "no mask over the keys")
+            raise UnsupportedAttentionError(f"{self.chosen.name} has no mask", [(self.chosen.name, (refusal,))])
         if self._kernel_of in _OF_PYTORCH:
             query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
             hidden = None if mask is None else mask[:, None, None]
