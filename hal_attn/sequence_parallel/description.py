@@ -22,7 +22,8 @@ class Description:
         lengths, lengths_k: query and key tokens of each sequence, replicated ones among them.
         batch: sequences of a dense plan, all of one length; None of a packed one.
         window_size: (left, right), -1 unlimited, with causal in it.
-        zigzag, why: the layout and the reason for it.
+        zigzag, why: the layout of sequences that are cut, and the reason for it.
+        whole: sequences may lie on one rank where others balance them.
         prefix, suffix: replicated tokens at both ends; key_prefix: replicated keys before these.
         masks: whether masks are given whole, or each rank's part.
     """
@@ -33,6 +34,7 @@ class Description:
     window_size: tuple[int, int]
     zigzag: bool
     why: str
+    whole: bool
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
     key_prefix: tuple[int, ...]
@@ -91,7 +93,8 @@ def describe(
         raise InvalidAttentionInputError("masks", repr(masks), "'whole' or 'sharded'")
     band = _band(causal, window_size)
     zigzag, why = _layout(layout, exchanging, band)
-    return Description(own, keys, batch, band, zigzag, why, prefix, suffix, first, masks)
+    whole = layout == "auto" and batch is None
+    return Description(own, keys, batch, band, zigzag, why, whole, prefix, suffix, first, masks)
 
 
 def _layout(layout: Layout, exchanging: bool, band: tuple[int, int]) -> tuple[bool, str]:

@@ -170,7 +170,8 @@ class SequenceParallelGroups:
                 many as queries (and `key_prefix`) where not given.
             batch, seqlen, seqlen_k: a dense batch instead.
             causal, window_size: as in `attention`, aligned bottom right over whole sequences.
-            layout: "contiguous", "zigzag" (equal causal work), or the one that suits.
+            layout: "contiguous", "zigzag" (equal causal work), or "auto", the one that suits; with it packed sequences
+                that are about as long as others (1 part in 64) lie whole on one rank each, where that is balanced.
             replicated_prefix, replicated_suffix: tokens at both ends of each sequence that every rank holds, as queries
                 and keys; one number or one for each sequence.
             key_prefix: keys before these that every rank holds and that have no query.

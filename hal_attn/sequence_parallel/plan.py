@@ -28,6 +28,7 @@ from hal_attn.sequence_parallel.masks import masks_without_values, whole_masks
 from hal_attn.sequence_parallel.schedule import Schedule
 from hal_attn.sequence_parallel.sharding import Rows, Sharding
 from hal_attn.sequence_parallel.ulysses import HeadExchange, SideRows
+from hal_attn.sequence_parallel.whole import owners
 from hal_attn.sequence_parallel.work import RowSet
 
 # Kinds of call that a plan remembers; a model has a few.
@@ -59,7 +60,9 @@ class Plan:
     def schedule(self) -> Schedule:
         """What every rank needs, sends and computes."""
         about, groups = self.description, self.groups
-        shape = (groups.exchange_degree, groups.ulysses, about.zigzag, about.batch is not None)
+        degree = groups.exchange_degree
+        kept = owners(about.lengths, about.lengths_k, degree) if about.whole else (None,) * len(about.lengths)
+        shape = (kept, degree, groups.ulysses, about.zigzag, about.batch is not None)
         queries = Sharding(about.lengths, about.prefix, about.suffix, *shape)
         keys = Sharding(about.lengths_k, about.key_ends, about.suffix, *shape)
         return Schedule(about, queries, keys, groups.kv_gather > 1)
@@ -299,7 +302,7 @@ def make_plan(
             "lengths_k": about.lengths_k,
             "batch": about.batch,
             "causal and window_size": about.window_size,
-            "layout": "zigzag" if about.zigzag else "contiguous",
+            "layout": ("zigzag" if about.zigzag else "contiguous") + (", some whole" if about.whole else ""),
             "replicated_prefix": about.prefix,
             "replicated_suffix": about.suffix,
             "key_prefix": about.key_prefix,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hal_attn.sequence_parallel.blocks import Segment
-from hal_attn.sequence_parallel.spans import Span, Spans, deal, divide, tokens
+from hal_attn.sequence_parallel.spans import Span, Spans, deal, divide, give, tokens
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,14 @@ class Rows:
 class Sharding:
     """Queries or keys of all sequences over `ring * ulysses` ranks; `prefix` and `suffix` tokens are on every rank.
 
-    `alike`: sequences of one length are shared alike, as a dense batch needs; else the longer shares take turns.
+    `owners`: by sequence, the `ring` coordinate that has all of it, or None where it is cut. `alike`: sequences of one
+    length are cut alike, as a dense batch needs; else the longer shares take turns.
     """
 
     lengths: tuple[int, ...]
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
+    owners: tuple[int | None, ...]
     ring: int
     ulysses: int
     zigzag: bool
@@ -116,10 +118,14 @@ class Sharding:
     @cached_property
     def _dealt(self) -> list[list[Spans]]:
         """`[sequence][ring coordinate]` -> its own spans."""
-        return [
-            deal(before, length - after, self.ring, self._turn(index), self.zigzag)
-            for index, (length, before, after) in enumerate(self._sequences())
-        ]
+        dealt = []
+        for index, (length, before, after) in enumerate(self._sequences()):
+            owner = self.owners[index]
+            if owner is None:
+                dealt.append(deal(before, length - after, self.ring, self._turn(index), self.zigzag))
+            else:
+                dealt.append(give(before, length - after, self.ring, owner))
+        return dealt
 
     def chunk(self, ring: int) -> Rows:
         """What a rank holds after the exchange of heads: all tokens of its ring coordinate."""

@@ -47,6 +47,11 @@ def deal(first: int, last: int, ranks: int, turn: int, zigzag: bool) -> list[Spa
     return [_joined([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
 
 
+def give(first: int, last: int, ranks: int, owner: int) -> list[Spans]:
+    """As `deal`, with all of them on one rank."""
+    return [_kept([Span(first, last)]) if rank == owner else () for rank in range(ranks)]
+
+
 def divide(spans: Spans, parts: int, turn: int) -> list[Spans]:
     """The tokens of `spans`, in order, in `parts` shares of like size; a share may be of several spans."""
     shares = []
