@@ -78,31 +78,39 @@ class Engine:
     # Forward
 
     def forward(
-        self, kernel: LocalKernel, settings: Settings, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor, list[Turn]]:
-        """(output `[T, H, Dv]`, LSE `[H, T]`) of this rank's tokens, and what `backward` needs."""
+        self,
+        kernel: LocalKernel,
+        settings: Settings,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        sinks: Tensor | None,
+        with_lse: bool,
+    ) -> tuple[Tensor, Tensor | None, list[Turn]]:
+        """Of query, key and value `[T, H, d]` of this rank's tokens (output `[T, H, Dv]`, LSE `[H, T]` where it is
+        wanted), and what `backward` needs."""
+        query, key, value = tensors
         split = HeadSplit(query.shape[1], key.shape[1], self.ranks)
         plans = self.turns(split)
-        arriving = self._there(plans, 0, (query, key, value))
+        arriving = self._there(plans, 0, tensors)
         turns: list[Turn] = []
         leaving: list[Arriving] = []
-        results = self._results(split, value)
+        results = self._results(split, value, with_lse)
         for index, shares in enumerate(plans):
             q, k, v = arriving.wait()
             if index + 1 < len(plans):
-                arriving = self._there(plans, index + 1, (query, key, value))
+                arriving = self._there(plans, index + 1, tensors)
             turns.append(self._attend(kernel, settings, shares[self._coordinate], q, k, v, sinks))
-            leaving.append(self._back_states(shares, turns[-1], results))
-        output, lse = [states.wait() for states in leaving][-1]
-        return output, lse.squeeze(-1).transpose(0, 1), turns
+            leaving.append(self._back_states(shares, turns[-1], results, with_lse))
+        found = [states.wait() for states in leaving][-1]
+        return found[0], found[1].squeeze(-1).transpose(0, 1) if with_lse else None, turns
 
-    def _results(self, split: HeadSplit, value: Tensor) -> list[Tensor]:
-        """Output `[T, H, Dv]` and LSE `[T, H, 1]`, to be filled turn by turn; nothing where no heads are exchanged."""
+    def _results(self, split: HeadSplit, value: Tensor, with_lse: bool) -> list[Tensor]:
+        """Output `[T, H, Dv]` and, where it is wanted, LSE `[T, H, 1]`, to be filled turn by turn; nothing where no
+        heads are exchanged."""
         if self.heads is None:
             return []
         shape = (self.queries.total, split.heads)
-        lse = torch.zeros(*shape, 1, dtype=torch.float32, device=value.device)
-        return [value.new_zeros(*shape, value.shape[2]), lse]
+        output = value.new_empty(*shape, value.shape[2])
+        return [output, value.new_empty(*shape, 1, dtype=torch.float32)] if with_lse else [output]
 
     def _attend(
         self,
@@ -269,12 +277,12 @@ class Engine:
         queries, _ = _spans(plans[index])
         return heads.there([(tensor, self.queries, queries) for tensor in tensors])
 
-    def _back_states(self, shares: Sequence[HeadShare], turn: Turn, results: list[Tensor]) -> Arriving:
-        tensors = [turn.output, turn.lse.transpose(0, 1).unsqueeze(-1)]
+    def _back_states(self, shares: Sequence[HeadShare], turn: Turn, results: list[Tensor], with_lse: bool) -> Arriving:
+        tensors = [turn.output, turn.lse.transpose(0, 1).unsqueeze(-1)] if with_lse else [turn.output]
         if self.heads is None:
             return Arriving(lambda: tensors)
         queries, _ = _spans(shares)
-        return self.heads.back([(tensor, self.queries, queries) for tensor in tensors], results)
+        return self.heads.back([(tensor, self.queries, queries) for tensor in tensors], results, add=False)
 
     def _back_gradients(
         self, shares: Sequence[HeadShare], found: tuple[Tensor, Tensor, Tensor], totals: list[Tensor]
@@ -284,7 +292,7 @@ class Engine:
         queries, keys = _spans(shares)
         tensors = [tensor.to(total.dtype) for tensor, total in zip(found, totals, strict=True)]
         rows = (self.queries, self.keys, self.keys)
-        return self.heads.back(list(zip(tensors, rows, (queries, keys, keys), strict=True)), totals)
+        return self.heads.back(list(zip(tensors, rows, (queries, keys, keys), strict=True)), totals, add=True)
 
 
 def _spans(shares: Sequence[HeadShare]) -> tuple[list[Span], list[Span]]:
@@ -322,12 +330,13 @@ class PlanAttention(torch.autograd.Function):
         engine: Engine,
         kernel: LocalKernel,
         settings: Settings,
+        with_lse: bool,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        output, lse, turns = engine.forward(kernel, settings, query, key, value, sinks)
+    ) -> tuple[Tensor, Tensor | None]:
+        output, lse, turns = engine.forward(kernel, settings, (query, key, value), sinks, with_lse)
         saved: list[Any] = [tensor for turn in turns for tensor in turn[1:]]
         ctx.save_for_backward(sinks, *saved)  # type: ignore[arg-type]
         ctx.made_by = (engine, kernel, settings, [turn.share for turn in turns])  # type: ignore[attr-defined]
@@ -349,4 +358,4 @@ class PlanAttention(torch.autograd.Function):
         found = engine.backward(kernel, settings, turns, sinks, grads, (heads, kv_heads))
         given = [gradient.to(dtype) for gradient in found[:3]]
         sink_grad = None if found[3] is None else found[3].to(sinks.dtype)
-        return (None, None, None, *given, sink_grad)
+        return (None, None, None, None, *given, sink_grad)

@@ -137,14 +137,13 @@ class Plan:
         tensors, settings = self._settled(given)
         kernel = self._kernel(*whole_masks(self, mask, key_padding_mask))
         if wants_gradient(*tensors, sinks):
-            output, lse = PlanAttention.apply(self.engine, kernel, settings, *tensors, sinks)  # type: ignore[no-untyped-call]
+            output, lse = PlanAttention.apply(self.engine, kernel, settings, return_lse, *tensors, sinks)  # type: ignore[no-untyped-call]
         else:
-            output, lse, _ = self.engine.forward(kernel, settings, *tensors, sinks)
+            output, lse, _ = self.engine.forward(kernel, settings, tensors, sinks, return_lse)
         if self.description.batch is not None:
             output = output.view(*query.shape[:-1], value.shape[-1])
-            if return_lse:
-                lse = lse.unflatten(1, query.shape[:2]).transpose(0, 1)
-        return (output, lse) if return_lse else output
+            lse = None if lse is None else lse.unflatten(1, query.shape[:2]).transpose(0, 1)
+        return output if lse is None else (output, lse)
 
     @property
     def backends(self) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ Counted from the plan on the host; nothing is communicated. Three kinds of traff
 
 | kind     | sent                                              | least                                                 |
 |----------|---------------------------------------------------|-------------------------------------------------------|
-| heads    | rows of all heads to where their heads are, and   | the same without room for alignment and without the   |
-|          | output and LSE back                               | LSE; gradients of q, k, v in their own dtype          |
+| heads    | rows of all heads to where their heads are, and   | the same without room for alignment; gradients of q,  |
+|          | output back                                       | k, v in their own dtype                               |
 | keys     | a ring: every buffer that passes through here;    | each own row of K and V once to each rank that sees   |
 |          | a gather: own rows to each rank that sees them    | it; backward again, and its gradient back             |
 | states   | states of replicated queries to all, and their    | a sum over n ranks, 2 (n - 1) / n of its size sent    |
@@ -82,7 +82,7 @@ def traffic(
     backward: bool = False,
 ) -> Traffic:
     """What this rank sends for one `plan.attention`, and with `backward` for its gradients as well (without sinks, and
-    no gradient given for the LSE)."""
+    no LSE asked for)."""
     sizes = Sizes(heads, kv_heads, head_dim, value_head_dim, itemsize, backward)
     split = HeadSplit(heads, kv_heads, plan.groups.ulysses)
     turns = plan.engine.turns(split)
@@ -120,7 +120,6 @@ def _head_blocks(plan: Plan, turn: Sequence[HeadShare], sizes: Sizes, of_gradien
         queries, kept = turn[own].queries.length, turn[own].keys.length
         output = results * queries * sizes.value_head_dim * sizes.itemsize
         yield output, output
-        yield results * queries * _FLOAT32, 0
         if sizes.backward:
             given = rows_q * share.queries.length * sizes.value_head_dim * sizes.itemsize
             yield given, given

@@ -97,9 +97,11 @@ class HeadExchange:
 
         return Arriving(arranged)
 
-    def back(self, sides: Sequence[tuple[Tensor, SideRows, Sequence[Span]]], results: Sequence[Tensor]) -> Arriving:
-        """Each `[T', H', d]` tensor of this rank's heads, added to `results` `[T, H, d]` of its tokens: all heads, each
-        from the ranks that hold it."""
+    def back(
+        self, sides: Sequence[tuple[Tensor, SideRows, Sequence[Span]]], results: Sequence[Tensor], *, add: bool
+    ) -> Arriving:
+        """Each `[T', H', d]` tensor of this rank's heads to `results` `[T, H, d]` of its tokens: all heads, each from
+        the rank that holds it, or with `add` added to what is there from all ranks that do."""
         outgoing = [[rows.of_rank[rank].take(tensor) for tensor, rows, _ in sides] for rank in range(len(sides[0][2]))]
         shapes = [
             [
@@ -116,28 +118,34 @@ class HeadExchange:
                 for rank, blocks in enumerate(received):
                     target = result[:, slice(*heads[rank])]
                     own, kept = blocks[index].split([rows.own.count, rows.replicated.count])
-                    rows.own.add(target, own)
-                    rows.replicated.add(target, kept)
+                    for places, part in ((rows.own, own), (rows.replicated, kept)):
+                        if add:
+                            places.add(target, part)
+                        elif places.count:
+                            places.put(target, part)
             return list(results)
 
         return Arriving(arranged)
 
     def _exchange(self, outgoing: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> _Bytes:
-        dtypes = [tensor.dtype for tensor in outgoing[0]]
-        sends = [sum(padded_size(tensor.numel() * tensor.element_size()) for tensor in rank) for rank in outgoing]
+        """By rank, tensors that go there, for tensors of these shapes from there; this rank's own stay as they are."""
+        own, dtypes = self.coordinate, [tensor.dtype for tensor in outgoing[0]]
+        leaving = [[] if rank == own else tensors for rank, tensors in enumerate(outgoing)]
+        sends = [sum(padded_size(tensor.numel() * tensor.element_size()) for tensor in rank) for rank in leaving]
         receives = [
             sum(padded_size(math.prod(shape) * dtype.itemsize) for shape, dtype in zip(rank, dtypes, strict=True))
             for rank in shapes
         ]
-        device = outgoing[0][0].device
+        receives[own] = 0
+        device = outgoing[own][0].device
         sent, received = (torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (sends, receives))
         begin = 0
-        for tensor in (tensor for rank in outgoing for tensor in rank):
+        for tensor in (tensor for rank in leaving for tensor in rank):
             size = tensor.numel() * tensor.element_size()
             sent[begin : begin + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             begin += padded_size(size)
         work = dist.all_to_all_single(received, sent, receives, sends, group=self.group, async_op=True)
-        return _Bytes(received, receives, shapes, dtypes, work, sent)
+        return _Bytes(received, receives, shapes, dtypes, work, sent, own, outgoing[own])
 
 
 @dataclass(frozen=True)
@@ -155,19 +163,23 @@ class _Bytes:
     dtypes: list[torch.dtype]
     work: dist.Work
     sent: Tensor
+    own: int
+    kept: list[Tensor]
 
     def blocks(self) -> list[list[Tensor]]:
-        """By rank, the tensors that it sent."""
+        """By rank, the tensors that it sent, this rank's own among them."""
         self.work.wait()
-        found = []
-        for block, shapes in zip(self.received.split(self.sizes), self.shapes, strict=True):
-            tensors, begin = [], 0
-            for shape, dtype in zip(shapes, self.dtypes, strict=True):
-                size = math.prod(shape) * dtype.itemsize
-                tensors.append(block[begin : begin + size].view(dtype).view(shape))
-                begin += padded_size(size)
-            found.append(tensors)
-        return found
+        blocks = zip(self.received.split(self.sizes), self.shapes, strict=True)
+        return [self.kept if rank == self.own else self._block(*block) for rank, block in enumerate(blocks)]
+
+    def _block(self, block: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        tensors: list[Tensor] = []
+        begin = 0
+        for shape, dtype in zip(shapes, self.dtypes, strict=True):
+            size = math.prod(shape) * dtype.itemsize
+            tensors.append(block[begin : begin + size].view(dtype).view(shape))
+            begin += padded_size(size)
+        return tensors
 
 
 def padded_size(size: int) -> int:

@@ -6,13 +6,13 @@ from tests.sequence_parallel.watching import watching
 FLOAT32 = 4
 
 
-def sent(case):
+def sent(case, return_lse=False):
     """By operation of one forward pass, by destination: the bytes that this rank sends."""
     plan = plan_of(case, groups(case.degrees))
     whole = tensors(case)
     local = plan.shard(whole["query"]), plan.shard_kv(whole["key"]), plan.shard_kv(whole["value"])
     with watching() as log:
-        plan.attention(*local)
+        plan.attention(*local, return_lse=return_lse)
     return log.sent
 
 
@@ -65,9 +65,11 @@ def test_a_key_head_goes_only_where_a_query_head_reads_it(pool):
     case = Case(Degrees(ulysses=4), (16,), heads=6, kv_heads=2)
     queries, rows, numbers = [1, 2, 1, 2], 4, FLOAT32 * case.head_dim
     there = [{to: rows * numbers * (queries[to] + 2) for to in range(4) if to != rank} for rank in range(4)]
-    lse = [-(-rows * count * FLOAT32 // 16) * 16 for count in queries]
-    back = [{to: rows * numbers * queries[rank] + lse[rank] for to in range(4) if to != rank} for rank in range(4)]
+    back = [{to: rows * numbers * queries[rank] for to in range(4) if to != rank} for rank in range(4)]
     assert pool(4).run(sent, case) == [[there[rank], back[rank]] for rank in range(4)]
+    lse = [-(-rows * count * FLOAT32 // 16) * 16 for count in queries]
+    back = [{to: size + lse[rank] for to, size in back[rank].items()} for rank in range(4)]
+    assert pool(4).run(sent, case, True) == [[there[rank], back[rank]] for rank in range(4)]
 
 
 def test_replicated_tokens_are_not_sent_to_where_they_are(pool):
@@ -76,4 +78,4 @@ def test_replicated_tokens_are_not_sent_to_where_they_are(pool):
     found = pool(2).run(sent, case)
     row = FLOAT32 * case.head_dim
     assert [each[0] for each in found] == [{1: 4 * 3 * row}, {0: 4 * 3 * row}]
-    assert [each[1] for each in found] == [{1: (4 + 4) * (row + FLOAT32)}, {0: (4 + 4) * (row + FLOAT32)}]
+    assert [each[1] for each in found] == [{1: (4 + 4) * row}, {0: (4 + 4) * row}]
