@@ -34,7 +34,7 @@ from hal_attn.bench.sequence_parallel.table import LEGEND, tables
 from hal_attn.bench.timing import synchronise, trace
 from hal_attn.cli import output
 
-MODES = ("ulysses", "ring", "kv_gather", "ulysses x ring")
+MODES = ("ulysses", "ring", "kv_gather", "kv_gather cut", "ulysses x ring")
 # By (tokens, packed, causal): the part of the ideal that is to be reached.
 MARKS = {
     (65536, False, False): 0.95,
@@ -119,7 +119,8 @@ def summary(result: Result, found: Overlap | None) -> Iterator[str]:
     """What the tables say, a line a problem."""
     for passes in (FORWARD, BOTH):
         yield f"\n{passes}: part of the ideal (mark: what is to be reached), and time of the best peer / of our best"
-        yield f"{'problem':43s} {'TF/s':>6s} {'mark':>5s} {'ulysses':>7s} {'ring':>6s} {'gather':>6s} {'usp':>6s}  peer"
+        names = f"{'ulysses':>7s} {'ring':>6s} {'gather':>6s} {'cut':>6s} {'usp':>6s}"
+        yield f"{'problem':43s} {'TF/s':>6s} {'mark':>5s} {names}  peer"
         rows = [row for row in result.rows if row.passes == passes]
         for problem, group in groupby(rows, key=lambda row: row.problem):
             yield _speeds(problem, list(group))
@@ -156,7 +157,7 @@ def _speeds(problem: Problem, rows: Sequence[Row]) -> str:
     mark = MARKS.get((problem.tokens, problem.packed, problem.causal)) if local.passes == FORWARD else None
     return (
         f"{_form(problem) + ' ' + local.backend:43s} {local.teraflops or 0:6.1f} {_part(mark):>5s} {cells[0]:>7s} "
-        f"{cells[1]:>6s} {cells[2]:>6s} {cells[3]:>6s}  {peer}"
+        f"{cells[1]:>6s} {cells[2]:>6s} {cells[3]:>6s} {cells[4]:>6s}  {peer}"
     )
 
 

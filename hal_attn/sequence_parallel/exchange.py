@@ -130,7 +130,7 @@ class RingExchange(Exchange):
     Attributes:
         coordinate: this rank's place in the ring, as in the group.
         hops: how far the keys have come at each hop, from 0; hops that nobody needs are not among them.
-        rows: rows of each coordinate's keys; `own`, which of the keys here are this rank's and travel.
+        rows: rows of each coordinate's keys that travel; `own`, which of the keys here do.
         peers: the quicker way for keys, and for gradients that go `straight` home, where there is one.
     """
 

@@ -193,8 +193,9 @@ class Plan:
         if groups.kv_gather > 1:
             return GatherExchange(groups.exchanging, schedule.sends(rank), schedule.receives(rank), groups.peers)
         counts = tuple(rows.count for rows in schedule.travelling)
-        own = RowSet.of_index(schedule.chunks_k[rank].own, schedule.chunks_k[rank].count)
-        return RingExchange(groups.exchanging, rank, schedule.hops, counts, own, groups.peers)
+        return RingExchange(
+            groups.exchanging, rank, schedule.hops, counts, schedule.travelling_rows(rank), groups.peers
+        )
 
     @cached_property
     def _packed_kernel(self) -> PackedKernel:

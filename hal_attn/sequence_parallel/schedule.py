@@ -44,9 +44,19 @@ class Schedule:
         return tuple(self.keys.chunk(rank) for rank in range(self.ranks))
 
     @cached_property
-    def travelling(self) -> tuple[Rows, ...]:
-        """The key rows of each coordinate that travel: its own."""
+    def _own(self) -> tuple[Rows, ...]:
+        """The key rows that only one coordinate holds."""
         return tuple(rows.only_own for rows in self.chunks_k)
+
+    @cached_property
+    def travelling(self) -> tuple[Rows, ...]:
+        """The own key rows of each coordinate that queries of any other see: what goes around a ring."""
+        ranks = range(self.ranks)
+        return tuple(self._seen_of(source, [rank for rank in ranks if rank != source]) for source in ranks)
+
+    def travelling_rows(self, rank: int) -> RowSet:
+        """Which of `chunks_k[rank]` these are."""
+        return self._places(rank, self.travelling[rank])
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
@@ -60,19 +70,30 @@ class Schedule:
         return (0, *needed)
 
     def needed(self, rank: int, source: int) -> Rows:
-        """The rows of `travelling[source]` that own queries of `rank` see."""
+        """The own key rows of `source` that own queries of `rank` see."""
         if (rank, source) not in self._needed:
-            pieces = []
-            for sequence, own in enumerate(self.travelling[source].pieces):
-                queries = [s.span for s in self.chunks_q[rank].of(sequence, replicated=False)]
-                seen = self._seen(sequence, queries)
-                pieces.append(tuple((part, False) for span, _ in own for part in _overlap(span, seen)))
-            self._needed[rank, source] = Rows(tuple(pieces), self.keys.lengths)
+            self._needed[rank, source] = self._seen_of(source, [rank])
         return self._needed[rank, source]
 
     @cached_property
     def _needed(self) -> dict[tuple[int, int], Rows]:
         return {}
+
+    def _seen_of(self, source: int, ranks: Sequence[int]) -> Rows:
+        """The own key rows of `source` that own queries of any of `ranks` see."""
+        pieces = []
+        for sequence, own in enumerate(self._own[source].pieces):
+            queries = [s.span for rank in ranks for s in self.chunks_q[rank].of(sequence, replicated=False)]
+            seen = self._seen(sequence, queries) if own else []
+            pieces.append(tuple((part, False) for span, _ in own for part in _overlap(span, seen)))
+        return Rows(tuple(pieces), self.keys.lengths)
+
+    def _places(self, rank: int, rows: Rows) -> RowSet:
+        """Which of `chunks_k[rank]` these rows are, all of them there."""
+        chunk = self.chunks_k[rank]
+        place = torch.full((sum(chunk.lengths),), -1, dtype=torch.int64)
+        place[chunk.tokens] = torch.arange(chunk.count)
+        return RowSet.of_index(place[rows.tokens], chunk.count)
 
     def _seen(self, sequence: int, queries: Sequence[Span]) -> list[Span]:
         """The key positions that any of these queries sees, as spans apart from one another."""
@@ -92,13 +113,8 @@ class Schedule:
 
     def sends(self, rank: int) -> tuple[RowSet, ...]:
         """By destination, the rows of `chunks_k[rank]` that it is sent in the gather."""
-        own = self.chunks_k[rank]
-        place = torch.full((sum(own.lengths),), -1, dtype=torch.int64)
-        place[own.tokens] = torch.arange(own.count)
-        return tuple(
-            RowSet.of_index(place[self.needed(to, rank).tokens] if to != rank else place[:0], own.count)
-            for to in range(self.ranks)
-        )
+        nothing = RowSet.of_index(torch.zeros(0, dtype=torch.int64), self.chunks_k[rank].count)
+        return tuple(self._places(rank, self.needed(to, rank)) if to != rank else nothing for to in range(self.ranks))
 
     def receives(self, rank: int) -> tuple[int, ...]:
         """By source, how many rows come from it in the gather."""

@@ -33,6 +33,7 @@ FEATURES = {
     "1 packed sequences": (
         "test_features.py::test_packed_sequences",
         "test_random.py::test_random_cases",
+        "test_whole.py::test_nothing_of_them_travels",
     ),
     "2 causal and window, contiguous and zigzag": (
         "test_features.py::test_causal_and_windows",

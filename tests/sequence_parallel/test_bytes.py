@@ -28,11 +28,17 @@ def test_a_ring_sends_each_buffer_on_at_every_hop(pool):
 
 def test_hops_that_no_query_needs_do_not_travel(pool):
     behind = Case(Degrees(ring=4), (32,), causal=True, window_size=(8, 0), layout="contiguous")
-    assert pool(4).run(sent, behind) == [[{(rank + 1) % 4: keys(behind, 8)}] for rank in range(4)]
+    assert pool(4).run(sent, behind) == [[{rank + 1: keys(behind, 8)} if rank < 3 else {}] for rank in range(4)]
     ahead = behind.but(causal=False, window_size=(0, 8))
-    assert pool(4).run(sent, ahead) == [[{(rank - 1) % 4: keys(ahead, 8)}] for rank in range(4)]
+    assert pool(4).run(sent, ahead) == [[{rank - 1: keys(ahead, 8)} if rank > 0 else {}] for rank in range(4)]
     nothing = behind.but(window_size=(0, 0))
     assert pool(4).run(sent, nothing) == [[]] * 4
+
+
+def test_keys_that_nobody_else_sees_do_not_travel(pool):
+    """Of zigzag chunks 0 to 3, rank 1 sees chunk 0 of rank 0 and not chunk 3; rank 0 sees both of rank 1's."""
+    case = Case(Degrees(ring=2), (32,), causal=True)
+    assert pool(2).run(sent, case) == [[{1: keys(case, 8)}], [{0: keys(case, 16)}]]
 
 
 def test_replicated_keys_do_not_travel(pool):

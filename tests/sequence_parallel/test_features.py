@@ -53,6 +53,8 @@ def test_any_length(pool, degrees, fields):
     cross_attention={"lengths_k": MANY_K},
     cross_attention_causal={"lengths_k": MANY_K, "causal": True},
     many_of_one_token={"lengths": (1,) * 9, "causal": True},
+    whole={"lengths": (12,) * 4 + (7,) * 12, "causal": True},
+    some_whole={"lengths": (12, 12, 12, 12, 9, 5, 5), "causal": True},
     all_empty={"lengths": (0, 0, 0)},
 )
 def test_packed_sequences(pool, degrees, fields):
@@ -159,6 +161,7 @@ def test_values_sinks_softcap_lse(pool, degrees, fields):
     replicated=EACH,
     grouped_heads={"heads": 6, "kv_heads": 2, "causal": True},
     empty_shares={"lengths": (2, 0, 1), "lengths_k": (1, 3, 0)},
+    some_whole={"lengths": (12, 12, 12, 12, 9, 5, 5), "prefix": (2, 1, 0, 3, 1, 0, 1), "causal": True},
     through_the_lse=EACH | {"lse_weight": True, "causal": True, "sinks": True},
     masked=DENSE | {"mask": ("float", WHOLE), "padding": True, "lse_weight": True, "prefix": 1},
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from hal_attn.bench.problem import Problem
 from hal_attn.errors import HalAttnError, InvalidAttentionInputError
 from hal_attn.sequence_parallel import SequenceParallelGroups
+from hal_attn.sequence_parallel.description import Layout
 from hal_attn.sequence_parallel.traffic import Traffic, traffic
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -60,23 +61,28 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode of `hal_attn.sequence_parallel`; `groups` None where the ranks do not allow it, and why."""
+    """A mode of `hal_attn.sequence_parallel`; `groups` None where the ranks do not allow it, and why. With `cut` no
+    packed sequence is left whole on a rank, so that every one travels."""
 
     name: str
     groups: SequenceParallelGroups | None
     why: str = ""
+    cut: bool = False
     peer: bool = False
     failures: tuple[type[Exception], ...] = (HalAttnError,)
 
     def refusal(self, problem: Problem, backward: bool) -> str | None:
-        """Why the ranks do not allow it."""
+        """Why the ranks do not allow it, or the mode without `cut` does the same."""
+        if self.cut and not problem.packed:
+            return "a dense batch is always cut"
         return self.why if self.groups is None else None
 
     @contextmanager
     def opened(self, problem: Problem, tensors: Tensors, backends: Sequence[str]) -> Iterator[Running]:
         """A plan for the problem."""
         assert self.groups is not None
-        plan = self.groups.plan(**problem.shape)
+        layout: Layout = ("zigzag" if problem.causal else "contiguous") if self.cut else "auto"
+        plan = self.groups.plan(**problem.shape, layout=layout)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             output = plan.attention(query, key, value, backend=list(backends))
@@ -92,7 +98,8 @@ class Mode:
         yield Running(attend, plan.shard, plan.shard_kv, ran, sent)
 
 
-MODES = ("ulysses", "ring", "kv_gather", "ulysses x ring", "ulysses x kv_gather")
+_CUT = " cut"
+MODES = ("ulysses", "ring", "kv_gather", "ring cut", "kv_gather cut", "ulysses x ring", "ulysses x kv_gather")
 
 
 def parse_modes(text: str) -> tuple[str, ...]:
@@ -110,7 +117,7 @@ def parse_modes(text: str) -> tuple[str, ...]:
 
 def make_modes(names: Sequence[str], ranks: int) -> list[Mode]:
     """The modes by these names over all ranks, made on all of them alike; both ways at once with Ulysses as narrow as
-    it can be."""
+    it can be; "cut" with every packed sequence cut."""
     made = []
     for name in names:
         parts = name.split(" x ")
@@ -118,7 +125,7 @@ def make_modes(names: Sequence[str], ranks: int) -> list[Mode]:
         if ranks == 1:
             made.append(Mode(name, None, "one rank shares with nobody: start with torchrun --nproc-per-node"))
         elif len(parts) == 1:
-            made.append(Mode(name, _groups({parts[0]: ranks})))
+            made.append(Mode(name, _groups({name.removesuffix(_CUT): ranks}), cut=name.endswith(_CUT)))
         elif not factors:
             made.append(Mode(name, None, f"{ranks} ranks have no two factors above 1; 4 ranks do"))
         else:
