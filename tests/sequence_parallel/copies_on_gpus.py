@@ -8,6 +8,7 @@ layer of 512 tokens the time, which is the host's.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
 from unittest import mock
@@ -63,14 +64,15 @@ def check_same(by_copies, by_nccl, device):
 
 
 def check_another_current_device(by_copies, by_nccl, device):
-    """The tensors say which GPU it is, whichever is the current one."""
-    expected, found = (
-        layers(groups.plan((1000,), causal=True), (1000,), device, False) for groups in (by_nccl, by_copies)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    """The tensors say which GPU it is, whichever is the current one. What ranks compare first, they compare before:
+    NCCL's own collectives of objects go by the current device."""
+    lengths = (1000,)
+    expected = layers(by_nccl.plan(lengths, causal=True), lengths, device, False)
+    plan = by_copies.plan(lengths, causal=True)
+    layers(plan, lengths, device, False)
     torch.cuda.set_device(1 - device.index)
     try:
-        found = layers(by_copies.plan((1000,), causal=True), (1000,), device, False)
+        found = layers(plan, lengths, device, False)
     finally:
         torch.cuda.set_device(device)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), "another device was current"
@@ -105,7 +107,14 @@ def host_time(groups, device, causal):
     return (time.perf_counter() - begin) / 300 * 1e6
 
 
+def say(text):
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def main():
+    # A rank that waits for ever says where.
+    faulthandler.dump_traceback_later(90, exit=True)
     rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     device = torch.device("cuda", rank % count)
     torch.cuda.set_device(device)
@@ -123,18 +132,16 @@ def main():
             assert by_copies.peers.unavailable is None, by_copies.peers.unavailable
             by_nccl = SequenceParallelGroups.create(**{mode: 2})
             check_same(by_copies, by_nccl, device)
+            say(f"{mode}: the same")
             check_another_current_device(by_copies, by_nccl, device)
             assert by_copies.peers.unavailable is None, by_copies.peers.unavailable
+            say(f"{mode}: the same where another device is current")
             times = [host_time(groups, device, causal) for groups in (by_copies, by_nccl) for causal in (False, True)]
-            if rank == 0:
-                print(
-                    f"{mode}: the same by copies; host, us a layer: full {times[0]:.0f}, causal {times[1]:.0f}; by "
-                    f"NCCL {times[2]:.0f}, {times[3]:.0f}"
-                )
+            told = ", ".join(f"{time:.0f}" for time in times)
+            say(f"{mode}: host, us a layer, full and causal by copies, by NCCL: {told}")
         if not alone:
             check_interrupted(device)
-        if rank == 0:
-            print("refused: several ranks share a GPU" if alone else "copies: as by NCCL")
+        say("refused: several ranks share a GPU" if alone else "copies: as by NCCL")
     finally:
         dist.destroy_process_group()
 
