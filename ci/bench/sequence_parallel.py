@@ -50,7 +50,7 @@ PLOTTED = find_spec("matplotlib") is not None
 def wanted(device: torch.device, quick: bool, backend: str) -> list[Wanted]:
     """Speed, size by size; then gradients; then float32 with gradients, on problems that one device does in a moment.
 
-    A sample is many layers in a row, about 0.3 s, as in a model: the first one waits for the host and for the slower
+    A sample is many layers in a row, about 0.2 s, as in a model: the first one waits for the host and for the slower
     rank. With gradients a layer is a forward and a backward pass, 12 in a row; of float32, where speed is nobody's
     claim, one.
     """
@@ -72,7 +72,7 @@ def wanted(device: torch.device, quick: bool, backend: str) -> list[Wanted]:
             backend,
             False,
             True,
-            Effort(2 if size > 100_000 else 3 if quick else 5, 3, seconds=0.3),
+            Effort(2 if size > 100_000 else 3 if quick else 5, 3, seconds=0.2),
         )
         for size in sizes
     ]

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hal_attn.kernels import with_sinks
-from hal_attn.sequence_parallel.exchange import Exchange
+from hal_attn.sequence_parallel.exchange import Exchange, ending
 from hal_attn.sequence_parallel.heads import HeadShare, HeadSplit, pipeline
 from hal_attn.sequence_parallel.kernel import Given, LocalKernel, Settings
 from hal_attn.sequence_parallel.partial import GradientSum, PartialStates
@@ -84,21 +84,24 @@ class Engine:
         tensors: tuple[Tensor, Tensor, Tensor],
         sinks: Tensor | None,
         with_lse: bool,
+        keep: bool,
     ) -> tuple[Tensor, Tensor | None, list[Turn]]:
         """Of query, key and value `[T, H, d]` of this rank's tokens (output `[T, H, Dv]`, LSE `[H, T]` where it is
-        wanted), and what `backward` needs."""
+        wanted), and what `backward` needs, to `keep`."""
         query, key, value = tensors
         split = HeadSplit(query.shape[1], key.shape[1], self.ranks)
         plans = self.turns(split)
-        arriving = self._there(plans, 0, tensors)
+        coming = self._there(plans, 0, tensors, keep)
         turns: list[Turn] = []
         leaving: list[Arriving] = []
         results = self._results(split, value, with_lse)
         for index, shares in enumerate(plans):
-            q, k, v = arriving.wait()
+            here, (q, k, v) = coming, coming.wait()
             if index + 1 < len(plans):
-                arriving = self._there(plans, index + 1, tensors)
-            turns.append(self._attend(kernel, settings, shares[self._coordinate], q, k, v, sinks))
+                coming = self._there(plans, index + 1, tensors, keep)
+            with ending(here, coming, *leaving):
+                turns.append(self._attend(kernel, settings, shares[self._coordinate], q, k, v, sinks))
+            here.done()
             leaving.append(self._back_states(shares, turns[-1], results, with_lse))
         found = [states.wait() for states in leaving][-1]
         return found[0], found[1].squeeze(-1).transpose(0, 1) if with_lse else None, turns
@@ -173,19 +176,21 @@ class Engine:
         """Gradients of query, key, value `[T, H, d]`, in their dtype or in float32, and of the sinks `[H]`."""
         split = HeadSplit(*sizes, self.ranks)
         plans = self.turns(split)
-        arriving = self._there_gradients(plans, 0, grads)
+        coming = self._there_gradients(plans, 0, grads)
         totals = self._gradient_totals(split, turns[0])
         leaving: list[Arriving] = []
         sink_grad = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         for index, (shares, turn) in enumerate(zip(plans, turns, strict=True)):
-            received = arriving.wait()
+            here, received = coming, coming.wait()
             if index + 1 < len(plans):
-                arriving = self._there_gradients(plans, index + 1, grads)
+                coming = self._there_gradients(plans, index + 1, grads)
             grad_lse = received[1].squeeze(-1).transpose(0, 1) if grads[1] is not None else None
             given = Given(turn.output, turn.lse, received[0], grad_lse)
-            found = self._gradients(kernel, settings, turn, given)
-            if sink_grad is not None and sinks is not None:
-                self._add_sink_gradient(sink_grad, sinks, turn, given)
+            with ending(here, coming, *leaving):
+                found = self._gradients(kernel, settings, turn, given)
+                if sink_grad is not None and sinks is not None:
+                    self._add_sink_gradient(sink_grad, sinks, turn, given)
+            here.done()
             leaving.append(self._back_gradients(shares, found, totals))
         totals = [gradients.wait() for gradients in leaving][-1]
         if sink_grad is not None and self.everyone is not None:
@@ -262,12 +267,12 @@ class Engine:
         """`[turn][rank]` -> its heads."""
         return pipeline(split, 1 if self.heads is None else _PIPELINE_TURNS)
 
-    def _there(self, plans: Plans, index: int, tensors: tuple[Tensor, Tensor, Tensor]) -> Arriving:
+    def _there(self, plans: Plans, index: int, tensors: tuple[Tensor, Tensor, Tensor], keep: bool) -> Arriving:
         if self.heads is None:
             return Arriving(lambda: list(tensors))
         queries, keys = _spans(plans[index])
         sides = zip(tensors, (self.queries, self.keys, self.keys), (queries, keys, keys), strict=True)
-        return self.heads.there(list(sides))
+        return self.heads.there(list(sides), keep=keep)
 
     def _there_gradients(self, plans: Plans, index: int, grads: tuple[Tensor, Tensor | None]) -> Arriving:
         tensors = [grads[0]] if grads[1] is None else [grads[0], grads[1].transpose(0, 1).unsqueeze(-1)]
@@ -275,7 +280,7 @@ class Engine:
         if heads is None:
             return Arriving(lambda: tensors)
         queries, _ = _spans(plans[index])
-        return heads.there([(tensor, self.queries, queries) for tensor in tensors])
+        return heads.there([(tensor, self.queries, queries) for tensor in tensors], keep=False)
 
     def _back_states(self, shares: Sequence[HeadShare], turn: Turn, results: list[Tensor], with_lse: bool) -> Arriving:
         tensors = [turn.output, turn.lse.transpose(0, 1).unsqueeze(-1)] if with_lse else [turn.output]
@@ -336,7 +341,7 @@ class PlanAttention(torch.autograd.Function):
         value: Tensor,
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        output, lse, turns = engine.forward(kernel, settings, (query, key, value), sinks, with_lse)
+        output, lse, turns = engine.forward(kernel, settings, (query, key, value), sinks, with_lse, keep=True)
         saved: list[Any] = [tensor for turn in turns for tensor in turn[1:]]
         ctx.save_for_backward(sinks, *saved)  # type: ignore[arg-type]
         ctx.made_by = (engine, kernel, settings, [turn.share for turn in turns])  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -36,7 +37,14 @@ Contribute = Callable[[int, Tensors], Tensors]
 Receive = Callable[[RowSet, Tensors], None]
 
 
-class Transfer(Protocol):
+class Abandoned(Protocol):
+    """What is under way and may not be left so."""
+
+    def abandon(self) -> None:
+        """Nothing will read it, after an exception."""
+
+
+class Transfer(Abandoned, Protocol):
     """Tensors on their way."""
 
     def wait(self) -> Tensors:
@@ -44,9 +52,6 @@ class Transfer(Protocol):
 
     def done(self) -> None:
         """What reads them was given to the current stream."""
-
-    def abandon(self) -> None:
-        """Nothing will read them, after an exception."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ _NOTHING: Transfer = _Transfer((), (), ())
 
 
 @contextmanager
-def _ending(*transfers: Transfer) -> Iterator[None]:
+def ending(*transfers: Abandoned) -> Iterator[None]:
     """Where what is within raises, the transfers under way end first, so that nobody waits for them for ever."""
     try:
         yield
@@ -153,7 +158,7 @@ class RingExchange(Exchange):
         held, arrived = keys, _NOTHING
         for index in range(len(self.hops)):
             sent = self._send_keys(self._travelling(held, index), index)
-            with _ending(arrived, sent):
+            with ending(arrived, sent):
                 consume(index, held)
             arrived.done()
             held, arrived = sent.wait(), sent
@@ -162,7 +167,7 @@ class RingExchange(Exchange):
         held, arrived, gradients = keys, _NOTHING, _NOTHING
         for index in range(len(self.hops)):
             sent = self._send_keys(self._travelling(held, index), index)
-            with _ending(arrived, sent, gradients):
+            with ending(arrived, sent, gradients):
                 parts = contribute(index, held)
             arrived.done()
             if index > 1:
@@ -202,11 +207,27 @@ class RingExchange(Exchange):
         """Send `held` on by `places`, and receive what comes by as many, the tensors of coordinate `source`."""
         size = len(self.rows)
         if peers is not None and peers.take(held):
-            return peers.send(held, (self.coordinate + places) % size, self.rows[source], max(self.rows))
+            hops = (self.coordinate - source) % size
+            key = (places % size, hops)
+            if key not in self._moves:
+                self._moves[key] = self._moved(*key)
+            return peers.send(held, self._moves[key])
         sends, receives = [0] * size, [0] * size
         sends[(self.coordinate + places) % size] = held[0].shape[0]
         receives[(self.coordinate - places) % size] = self.rows[source]
         return _all_to_all(self.group, held, sends, receives)
+
+    @cached_property
+    def _moves(self) -> dict[tuple[int, int], list[list[int]]]:
+        return {}
+
+    def _moved(self, places: int, hops: int) -> list[list[int]]:
+        """`[reader][source]`, rows that move on by `places` and are then `hops` from their owner."""
+        size = len(self.rows)
+        rows = [[0] * size for _ in range(size)]
+        for reader, coming in enumerate(rows):
+            coming[(reader - places) % size] = self.rows[(reader - hops) % size]
+        return rows
 
 
 @dataclass(frozen=True)
@@ -214,34 +235,41 @@ class GatherExchange(Exchange):
     """All that the local queries can see, from all ranks at once.
 
     Attributes:
-        sends: by coordinate, which keys here it sees; `receives`, how many rows of it are seen here. Own: none.
-        peers: the quicker way between two ranks, where there is one.
+        coordinate: this rank's place, as in the group.
+        sends: by coordinate, which keys here it sees. Own: none.
+        rows: `[reader][source]`, how many rows of a source each reader sees; `receives`, here.
+        peers: the quicker way, where there is one.
     """
 
     group: dist.ProcessGroup
+    coordinate: int
     sends: tuple[RowSet, ...]
-    receives: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
     peers: PeerCopies | None = None
 
     @property
     def coming(self) -> int:
         return sum(rows.count > 0 for rows in self.sends)
 
+    @property
+    def receives(self) -> tuple[int, ...]:
+        return self.rows[self.coordinate]
+
     def forward(self, keys: Tensors, consume: Consume) -> None:
         sent = self._gather(keys)
-        with _ending(sent):
+        with ending(sent):
             consume(0, keys)
             consume(1, sent.wait())
         sent.done()
 
     def backward(self, keys: Tensors, contribute: Contribute, receive: Receive) -> None:
         sent = self._gather(keys)
-        with _ending(sent):
+        with ending(sent):
             contribute(0, keys)
             parts = contribute(1, sent.wait())
         sent.done()
         counts = [rows.count for rows in self.sends]
-        gradients = self._exchanged(parts, self.receives, counts)
+        gradients = self._exchanged(parts, tuple(zip(*self.rows, strict=True)))
         arrived = gradients.wait()
         for rows, *part in zip(self.sends, *(tensor.split(counts) for tensor in arrived), strict=True):
             if rows.count:
@@ -250,15 +278,14 @@ class GatherExchange(Exchange):
 
     def _gather(self, keys: Tensors) -> Transfer:
         parts = tuple(_joined([rows.take(tensor) for rows in self.sends if rows.count], tensor) for tensor in keys)
-        return self._exchanged(parts, [rows.count for rows in self.sends], self.receives)
+        return self._exchanged(parts, self.rows)
 
-    def _exchanged(self, tensors: Tensors, sends: Sequence[int], receives: Sequence[int]) -> Transfer:
-        """Rows of `tensors` by destination, for rows by source."""
-        # A slot has room for what one rank sends.
-        if self.peers is not None and len(sends) == 2 and self.peers.take(tensors):
-            to = 1 - dist.get_rank(self.group)
-            return self.peers.send(tensors, to, receives[to], max(sends[to], receives[to]))
-        return _all_to_all(self.group, tensors, sends, receives)
+    def _exchanged(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Transfer:
+        """Rows of `tensors` by destination, for rows by source; `rows` `[reader][source]`."""
+        if self.peers is not None and self.peers.take(tensors):
+            return self.peers.send(tensors, rows)
+        sends = [coming[self.coordinate] for coming in rows]
+        return _all_to_all(self.group, tensors, sends, rows[self.coordinate])
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ class SequenceParallelGroups:
         exchange_rank, ulysses_rank: its coordinates, among those that exchange keys and those that exchange heads.
         everyone, exchanging, exchanging_heads: the process groups; None where this rank is alone.
         ranks: global ranks, by `exchange_rank * ulysses + ulysses_rank`.
-        peer_copies: keys, and gradients that go straight home, may go by copy engines between NVIDIA GPUs of one host.
+        peer_copies: heads, keys, and gradients that go straight home, may go by copy engines between NVIDIA GPUs of one
+            host.
     """
 
     ulysses: int
@@ -59,6 +60,11 @@ class SequenceParallelGroups:
         """The way between GPUs of one host for those that exchange keys; None for one rank, or where not asked for."""
         return PeerCopies(self.exchanging) if self.peer_copies and self.exchanging is not None else None
 
+    @cached_property
+    def peers_of_heads(self) -> PeerCopies | None:
+        """The same for those that exchange heads."""
+        return PeerCopies(self.exchanging_heads) if self.peer_copies and self.exchanging_heads is not None else None
+
     @classmethod
     def create(
         cls,
@@ -73,10 +79,10 @@ class SequenceParallelGroups:
         """Groups of these degrees (1 where not given) over `process_group`, by default all ranks; or those of a
         `DeviceMesh` whose dimensions are named "ring", "kv_gather", "ulysses" (any of them, in any order).
 
-        Every rank of the group calls it, with the same degrees. With `peer_copies`, NVIDIA GPUs of one host send keys,
-        and gradients that go straight home, by their copy engines instead of NCCL, where they can: under the attention,
-        not after it. It holds up to four times the keys and values of a rank in memory, and no timeout notices a rank
-        that died.
+        Every rank of the group calls it, with the same degrees. With `peer_copies`, NVIDIA GPUs of one host send heads,
+        keys, and gradients that go straight home by their copy engines instead of NCCL, where they can: under the
+        attention, not after it. It holds up to four times what a rank receives at once in memory, and no timeout
+        notices a rank that died.
 
         Raises:
             InvalidAttentionInputError: degrees that do not multiply to the number of ranks, that have no meaning

@@ -139,7 +139,7 @@ class Plan:
         if wants_gradient(*tensors, sinks):
             output, lse = PlanAttention.apply(self.engine, kernel, settings, return_lse, *tensors, sinks)  # type: ignore[no-untyped-call]
         else:
-            output, lse, _ = self.engine.forward(kernel, settings, tensors, sinks, return_lse)
+            output, lse, _ = self.engine.forward(kernel, settings, tensors, sinks, return_lse, keep=False)
         if self.description.batch is not None:
             output = output.view(*query.shape[:-1], value.shape[-1])
             lse = None if lse is None else lse.unflatten(1, query.shape[:2]).transpose(0, 1)
@@ -160,7 +160,7 @@ class Plan:
         rank, chunk_q = groups.exchange_rank, schedule.chunks_q[groups.exchange_rank]
         heads = groups.exchanging_heads
         return Engine(
-            None if heads is None else HeadExchange(heads, groups.ulysses_rank),
+            None if heads is None else HeadExchange(heads, groups.ulysses_rank, groups.peers_of_heads),
             self._side(schedule.queries, chunk_q),
             self._side(schedule.keys, schedule.chunks_k[rank]),
             groups.ulysses,
@@ -191,7 +191,8 @@ class Plan:
             return NoExchange()
         rank = groups.exchange_rank
         if groups.kv_gather > 1:
-            return GatherExchange(groups.exchanging, schedule.sends(rank), schedule.receives(rank), groups.peers)
+            seen = tuple(schedule.receives(reader) for reader in range(groups.kv_gather))
+            return GatherExchange(groups.exchanging, rank, schedule.sends(rank), seen, groups.peers)
         counts = tuple(rows.count for rows in schedule.travelling)
         return RingExchange(
             groups.exchanging, rank, schedule.hops, counts, schedule.travelling_rows(rank), groups.peers

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hal_attn.sequence_parallel import peer_heads
+from hal_attn.sequence_parallel.peers import PeerCopies, PeerTransfer
 from hal_attn.sequence_parallel.sharding import Rows
 from hal_attn.sequence_parallel.spans import Span
 from hal_attn.sequence_parallel.work import RowSet
@@ -66,16 +68,24 @@ class SideRows:
         )
 
 
+Side = tuple[Tensor, SideRows, Sequence[Span]]
+
+
 @dataclass(frozen=True)
 class HeadExchange:
-    """The exchange among the `ulysses` ranks of one group; this rank's place among them is `coordinate`."""
+    """The exchange among the `ulysses` ranks of one group; this rank's place among them is `coordinate`, and `peers`
+    the quicker way, where there is one."""
 
     group: dist.ProcessGroup
     coordinate: int
+    peers: PeerCopies | None = None
 
-    def there(self, sides: Sequence[tuple[Tensor, SideRows, Sequence[Span]]]) -> Arriving:
+    def there(self, sides: Sequence[Side], *, keep: bool) -> Arriving:
         """Each `[T, H, d]` tensor of a rank's tokens, with the heads that every rank takes -> `[T', H', d]` of this
-        rank's heads, in the chunk's order."""
+        rank's heads, in the chunk's order; to `keep`, or to be read before `done`."""
+        sent = None if self.peers is None else peer_heads.there(self.peers, self.coordinate, sides)
+        if sent is not None:
+            return _from_slot(sent, sides, keep)
         outgoing = [
             [rows.own.take(tensor)[:, slice(*heads[rank])] for tensor, rows, heads in sides]
             for rank in range(len(sides[0][2]))
@@ -97,11 +107,12 @@ class HeadExchange:
 
         return Arriving(arranged)
 
-    def back(
-        self, sides: Sequence[tuple[Tensor, SideRows, Sequence[Span]]], results: Sequence[Tensor], *, add: bool
-    ) -> Arriving:
+    def back(self, sides: Sequence[Side], results: Sequence[Tensor], *, add: bool) -> Arriving:
         """Each `[T', H', d]` tensor of this rank's heads to `results` `[T, H, d]` of its tokens: all heads, each from
         the rank that holds it, or with `add` added to what is there from all ranks that do."""
+        sent = None if self.peers is None else peer_heads.back(self.peers, self.coordinate, sides, results)
+        if sent is not None:
+            return _to_results(sent, sides, results)
         outgoing = [[rows.of_rank[rank].take(tensor) for tensor, rows, _ in sides] for rank in range(len(sides[0][2]))]
         shapes = [
             [
@@ -116,13 +127,7 @@ class HeadExchange:
             received = arriving.blocks()
             for index, ((_, rows, heads), result) in enumerate(zip(sides, results, strict=True)):
                 for rank, blocks in enumerate(received):
-                    target = result[:, slice(*heads[rank])]
-                    own, kept = blocks[index].split([rows.own.count, rows.replicated.count])
-                    for places, part in ((rows.own, own), (rows.replicated, kept)):
-                        if add:
-                            places.add(target, part)
-                        elif places.count:
-                            places.put(target, part)
+                    _write(result[:, slice(*heads[rank])], rows, blocks[index], add)
             return list(results)
 
         return Arriving(arranged)
@@ -148,11 +153,56 @@ class HeadExchange:
         return _Bytes(received, receives, shapes, dtypes, work, sent, own, outgoing[own])
 
 
+def _from_slot(sent: PeerTransfer, sides: Sequence[Side], keep: bool) -> Arriving:
+    def arranged() -> list[Tensor]:
+        found = []
+        for tensor, (_, rows, _) in zip(sent.wait(), sides, strict=True):
+            in_order = rows.arrange.take(tensor)
+            found.append(in_order.clone() if keep and rows.arrange.index is None else in_order)
+        if keep:
+            sent.done()
+        return found
+
+    return Arriving(arranged, sent)
+
+
+def _to_results(sent: PeerTransfer, sides: Sequence[Side], results: Sequence[Tensor]) -> Arriving:
+    def arranged() -> list[Tensor]:
+        for block, (_, rows, heads), result in zip(sent.wait(), sides, results, strict=True):
+            for span in heads:
+                _write(result[:, slice(*span)], rows, block[:, slice(*span)], add=False)
+        sent.done()
+        return list(results)
+
+    return Arriving(arranged, sent)
+
+
+def _write(target: Tensor, rows: SideRows, part: Tensor, add: bool) -> None:
+    """`part` `[n, h, d]`, own rows and then replicated ones, to their places in `target` `[T, h, d]`."""
+    own, replicated = part.split([rows.own.count, rows.replicated.count])
+    for places, values in ((rows.own, own), (rows.replicated, replicated)):
+        if add:
+            places.add(target, values)
+        elif places.count:
+            places.put(target, values)
+
+
 @dataclass(frozen=True)
 class Arriving:
-    """Tensors on their way; `wait` gives them, arrived and in order."""
+    """Tensors on their way; `wait` gives them, arrived and in order. `sent`: they are in a slot until `done`."""
 
     wait: Callable[[], list[Tensor]]
+    sent: PeerTransfer | None = None
+
+    def done(self) -> None:
+        """What reads them was given to the current stream."""
+        if self.sent is not None:
+            self.sent.done()
+
+    def abandon(self) -> None:
+        """Nothing will read them, after an exception."""
+        if self.sent is not None:
+            self.sent.abandon()
 
 
 @dataclass(frozen=True)
