@@ -25,8 +25,9 @@ LENGTHS = (5, 8, 3)
 HEADS, KV_HEADS, DIM = 4, 2, 64
 # What a refusal of an argument may be called; a mask is refused by its kind or by its dtype.
 RULES = {"dropout_p": ("dropout_p", "dropout"), "gradients": ("gradients", "dtype"), "grouped heads": ("heads",)}
-# Backends whose vendor is told by `deterministic`; the others refuse it, or repeat anyway.
-TOLD_DETERMINISTIC = ("flash_attn", "flash_attn_3", "flash_attn_4", "aiter", "aiter_triton")
+# Backends whose vendor is told by `deterministic`; the others refuse it, or repeat anyway, as fa3-fwd's operator does,
+# which is always told to make one split (`tests/cuda/test_libraries.py` has the package with the flag).
+TOLD_DETERMINISTIC = ("flash_attn", "flash_attn_4", "aiter", "aiter_triton")
 # Not a half, where the share that is dropped is the share that is kept.
 DROPPED = 0.2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -167,7 +168,8 @@ def recorded(backend, tensors, offsets):
         yield calls
         return
     if is_dataclass(library) and hasattr(library, "module"):
-        recorder = replace(library, module=Recorder(library.module, calls))
+        operator = {"operator": Recorder(library, calls).operator} if getattr(library, "operator", None) else {}
+        recorder = replace(library, module=Recorder(library.module, calls), **operator)
     else:
         recorder = Recorder(library, calls)
     with mock.patch.object(candidate.backend, "library", recorder):

@@ -122,14 +122,12 @@ def _post(
     received: Sequence[tuple[tuple[int, ...], torch.dtype]],
 ) -> PeerTransfer:
     """By rank, `sizes` in bytes of the tensors in its slot; `received`: shapes and dtypes of those in the own one."""
-    ranks = range(len(sizes))
+    others = [rank for rank in range(len(sizes)) if rank != own]
 
     def posting(slots: Slots, slot: int) -> Posting:
-        return Posting(
-            {rank: list(copies(slots, slot, rank)) for rank in ranks},
-            [rank for rank in ranks if rank != own],
-            peers.views(slots, slot, received),
-        )
+        # The own part last: within a GPU a copy may be a kernel, which waits for the attention that is under way.
+        there = {rank: list(copies(slots, slot, rank)) for rank in (*others, own)}
+        return Posting(there, others, peers.views(slots, slot, received))
 
     return peers.post(sources, max(sum(map(rounded, rank)) for rank in sizes), posting)
 

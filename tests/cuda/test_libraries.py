@@ -1,6 +1,7 @@
 """Where libraries are found, what their builds say, and what PyTorch puts behind its own operator."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -110,6 +111,27 @@ def test_what_the_operator_cannot_take_goes_to_the_functions(monkeypatch):
     with torch.no_grad():
         backend.run(query, key, wanting, call)
     assert len(called) == 2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_functions_are_told_to_be_deterministic_and_the_operator_to_make_one_split(monkeypatch, deterministic):
+    (query, key, value), _ = batched(7, 11)
+    call, told = KernelCall(scale=0.25, deterministic=deterministic), []
+    full = simulated_flash_attn_3("full", "sm90")
+    function = full.module.flash_attn_func
+    monkeypatch.setattr(
+        full.module, "flash_attn_func", lambda *a, **o: told.append(o["deterministic"]) or function(*a, **o)
+    )
+    FlashAttention3Backend(lambda: full, lambda device: "sm90").run(query, key, value, call)
+    wheel = simulated_flash_attn_3("fa3_fwd", "sm90")
+
+    def operator(*arguments, **options):
+        told.append(options["num_splits"])
+        return wheel.operator(*arguments, **options)
+
+    recorded = replace(wheel, operator=operator)
+    FlashAttention3Backend(lambda: recorded, lambda device: "sm90").run(query, key, value, call)
+    assert told == [deterministic, 1]
 
 
 def test_flash_attention_3_that_is_nowhere():

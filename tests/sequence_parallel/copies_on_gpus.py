@@ -1,15 +1,16 @@
 """Keys by copy engines between two GPUs: outputs as by NCCL, bit for bit, and gradients, whatever came before.
 
-torchrun --nproc-per-node=2 -m tests.sequence_parallel.copies_on_gpus
+torchrun --nproc-per-node=2 -m tests.sequence_parallel.copies_on_gpus [MODE ...]
 
-Where there is one GPU, both ranks have it, and the copies must say so and go another way. Prints what it saw, and of a
-layer of 512 tokens the time, which is the host's.
+Where there is one GPU, both ranks have it, and the copies must say so. Prints what it saw, and of a layer of 512 tokens
+the time, which is the host's.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import sys
 import time
 from unittest import mock
 
@@ -18,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 from hal_attn.sequence_parallel import SequenceParallelGroups, engine
-from tests.support import randn
 
 HEADS, DIM, LAYERS = 8, 64, 7
 BATCHES = ((96, 5, 32), (4096,), (7, 1), (300, 2000, 64, 1), (96, 5, 32))
 
 
 def tensors(lengths, seed, device):
-    shape = (sum(lengths), HEADS, DIM)
-    return [randn(*shape, seed=seed + place, dtype=torch.bfloat16).to(device) for place in range(3)]
+    generator = torch.Generator(device).manual_seed(seed)
+    made = torch.randn(3, sum(lengths), HEADS, DIM, generator=generator, device=device)
+    return list(made.to(torch.bfloat16).unbind())
 
 
 def layers(plan, lengths, device, gradients):
@@ -119,35 +120,36 @@ def say(text):
 
 def main():
     # A rank that waits for ever says where.
-    faulthandler.dump_traceback_later(90, exit=True)
+    faulthandler.dump_traceback_later(150, exit=True)
     rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     device = torch.device("cuda", rank % count)
     torch.cuda.set_device(device)
-    alone = count == 1
-    dist.init_process_group("gloo" if alone else "nccl")
+    dist.init_process_group("gloo" if count == 1 else "nccl")
     try:
-        for mode in ("ring", "kv_gather", "ulysses"):
-            # First in inference mode, whose tensors would be of no use outside it.
-            by_copies = SequenceParallelGroups.create(**{mode: 2}, peer_copies=True)
-            with torch.inference_mode():
-                layers(by_copies.plan((64,)), (64,), device, False)
-            if alone:
-                assert way(by_copies).unavailable == "several ranks share a GPU", way(by_copies).unavailable
-                continue
-            assert way(by_copies).unavailable is None, way(by_copies).unavailable
-            by_nccl = SequenceParallelGroups.create(**{mode: 2})
-            check_same(by_copies, by_nccl, device)
-            say(f"{mode}: the same")
-            check_another_current_device(by_copies, by_nccl, device)
-            assert way(by_copies).unavailable is None, way(by_copies).unavailable
-            say(f"{mode}: the same where another device is current")
-            times = [host_time(groups, device, causal) for groups in (by_copies, by_nccl) for causal in (False, True)]
-            told = ", ".join(f"{time:.0f}" for time in times)
-            say(f"{mode}: host, us a layer, full and causal by copies, by NCCL: {told}")
-            check_interrupted(mode, device)
-        say("refused: several ranks share a GPU" if alone else "copies: as by NCCL")
+        for mode in sys.argv[1:] or ("ring", "kv_gather", "ulysses"):
+            check_mode(mode, device, alone=count == 1)
     finally:
         dist.destroy_process_group()
+
+
+def check_mode(mode, device, alone):
+    by_copies = SequenceParallelGroups.create(**{mode: 2}, peer_copies=True)
+    if alone:
+        assert not way(by_copies).take(tensors((64,), 0, device))
+        assert way(by_copies).unavailable == "several ranks share a GPU", way(by_copies).unavailable
+        return say(f"{mode}: refused, several ranks share a GPU")
+    # First in inference mode, whose tensors would be of no use outside it.
+    with torch.inference_mode():
+        layers(by_copies.plan((64,)), (64,), device, False)
+    assert way(by_copies).unavailable is None, way(by_copies).unavailable
+    by_nccl = SequenceParallelGroups.create(**{mode: 2})
+    check_same(by_copies, by_nccl, device)
+    check_another_current_device(by_copies, by_nccl, device)
+    assert way(by_copies).unavailable is None, way(by_copies).unavailable
+    check_interrupted(mode, device)
+    times = [host_time(groups, device, causal) for groups in (by_copies, by_nccl) for causal in (False, True)]
+    told = ", ".join(f"{time:.0f}" for time in times)
+    return say(f"{mode}: as by NCCL; host, us a layer, full and causal, by copies, then by NCCL: {told}")
 
 
 if __name__ == "__main__":

@@ -116,13 +116,13 @@ def test_no_part_is_joined_twice(dim):
 
 
 @pytest.mark.cuda
-def test_keys_by_copy_engines_are_those_by_nccl():
+@pytest.mark.parametrize("mode", ["ring", "kv_gather"])
+def test_what_copy_engines_send_is_what_nccl_sends(mode):
     """On two GPUs; on one, both ranks share it, and the copies must see that."""
     assert torch.cuda.is_available(), "these tests were asked for, and there is no NVIDIA device"
     script = "tests.sequence_parallel.copies_on_gpus"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", script, mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    refused = "refused: several ranks share a GPU" in done.stdout
-    assert refused == (torch.cuda.device_count() == 1)
-    assert refused or "copies: as by NCCL" in done.stdout
+    expected = "refused, several ranks share a GPU" if torch.cuda.device_count() == 1 else "as by NCCL"
+    assert f"{mode}: {expected}" in done.stdout
