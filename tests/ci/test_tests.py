@@ -122,6 +122,16 @@ def test_every_file_with_a_device_s_marker_is_found_by_the_hardware_step():
     assert {path for path in marked if not path.match(tests.HARDWARE_TESTS)} == set()
 
 
+def test_every_file_that_needs_more_may_be_left_out():
+    """What it imports, and what builds a distribution; pytest itself brings packaging."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        needed = {module for module in tests.NEEDS if re.search(rf"^\s*(?:import|from) {module}\b", text, re.MULTILINE)}
+        needed |= {"build", "hatchling"} if re.search(r'"-m", "build"', text) and path != Path(__file__) else set()
+        for module in needed - {"packaging"}:
+            assert name in tests.NEEDS[module], f"{name} needs {module}"
+
+
 def test_every_file_that_may_be_left_out_is_there():
     named = {path for table in (tests.NEEDS, tests.TOOLS) for paths in table.values() for path in paths}
     for path in {*named, tests.SOURCES, tests.BROWSER_TESTS}:
