@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.sequence_parallel.blocks import Band
+from hal_attn.sequence_parallel.whole import Tokens
 
 Layout = Literal["auto", "contiguous", "zigzag"]
 Masks = Literal["whole", "sharded"]
@@ -43,6 +44,15 @@ class Description:
     def band(self, sequence: int) -> Band:
         """The band of one sequence, aligned bottom right."""
         return Band(self.lengths_k[sequence] - self.lengths[sequence], *self.window_size)
+
+    @property
+    def own_tokens(self) -> tuple[Tokens, ...]:
+        """Of each sequence."""
+        ends = zip(self.prefix, self.suffix, self.key_prefix, strict=True)
+        return tuple(
+            Tokens(length - sum(end[:2]), length_k - sum(end), end)
+            for length, length_k, end in zip(self.lengths, self.lengths_k, ends, strict=True)
+        )
 
     @property
     def key_ends(self) -> tuple[int, ...]:

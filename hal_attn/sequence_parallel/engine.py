@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from hal_attn.sequence_parallel.exchange import Exchange, ending
 from hal_attn.sequence_parallel.heads import HeadShare, HeadSplit, pipeline
 from hal_attn.sequence_parallel.kernel import Given, LocalKernel, Settings
 from hal_attn.sequence_parallel.partial import GradientSum, PartialStates
-from hal_attn.sequence_parallel.peers import Tensors
+from hal_attn.sequence_parallel.peers import PeerCopies, Tensors
 from hal_attn.sequence_parallel.spans import Span
 from hal_attn.sequence_parallel.ulysses import Arriving, HeadExchange, SideRows
 from hal_attn.sequence_parallel.work import RowSet
@@ -75,6 +76,12 @@ class Engine:
     rows_q: int
     everyone: dist.ProcessGroup | None
 
+    @cached_property
+    def _ways(self) -> tuple[PeerCopies, ...]:
+        """Where something may be under way that nothing but this rank ends."""
+        ways = (None if self.heads is None else self.heads.peers, self.exchange.peers)
+        return tuple(way for way in ways if way is not None)
+
     # Forward
 
     def forward(
@@ -88,6 +95,18 @@ class Engine:
     ) -> tuple[Tensor, Tensor | None, list[Turn]]:
         """Of query, key and value `[T, H, d]` of this rank's tokens (output `[T, H, Dv]`, LSE `[H, T]` where it is
         wanted), and what `backward` needs, to `keep`."""
+        with ending(*self._ways):
+            return self._forward(kernel, settings, tensors, sinks, with_lse, keep)
+
+    def _forward(
+        self,
+        kernel: LocalKernel,
+        settings: Settings,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        sinks: Tensor | None,
+        with_lse: bool,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None, list[Turn]]:
         query, key, value = tensors
         split = HeadSplit(query.shape[1], key.shape[1], self.ranks)
         plans = self.turns(split)
@@ -99,8 +118,7 @@ class Engine:
             here, (q, k, v) = coming, coming.wait()
             if index + 1 < len(plans):
                 coming = self._there(plans, index + 1, tensors, keep)
-            with ending(here, coming, *leaving):
-                turns.append(self._attend(kernel, settings, shares[self._coordinate], q, k, v, sinks))
+            turns.append(self._attend(kernel, settings, shares[self._coordinate], q, k, v, sinks))
             here.done()
             leaving.append(self._back_states(shares, turns[-1], results, with_lse))
         found = [states.wait() for states in leaving][-1]
@@ -174,6 +192,18 @@ class Engine:
         sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of query, key, value `[T, H, d]`, in their dtype or in float32, and of the sinks `[H]`."""
+        with ending(*self._ways):
+            return self._backward(kernel, settings, turns, sinks, grads, sizes)
+
+    def _backward(
+        self,
+        kernel: LocalKernel,
+        settings: Settings,
+        turns: Sequence[Turn],
+        sinks: Tensor | None,
+        grads: tuple[Tensor, Tensor | None],
+        sizes: tuple[int, int],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         split = HeadSplit(*sizes, self.ranks)
         plans = self.turns(split)
         coming = self._there_gradients(plans, 0, grads)
@@ -186,10 +216,9 @@ class Engine:
                 coming = self._there_gradients(plans, index + 1, grads)
             grad_lse = received[1].squeeze(-1).transpose(0, 1) if grads[1] is not None else None
             given = Given(turn.output, turn.lse, received[0], grad_lse)
-            with ending(here, coming, *leaving):
-                found = self._gradients(kernel, settings, turn, given)
-                if sink_grad is not None and sinks is not None:
-                    self._add_sink_gradient(sink_grad, sinks, turn, given)
+            found = self._gradients(kernel, settings, turn, given)
+            if sink_grad is not None and sinks is not None:
+                self._add_sink_gradient(sink_grad, sinks, turn, given)
             here.done()
             leaving.append(self._back_gradients(shares, found, totals))
         totals = [gradients.wait() for gradients in leaving][-1]

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hal_attn.guard import attempt
 from hal_attn.sequence_parallel.peers import PeerCopies, Tensors
 from hal_attn.sequence_parallel.work import RowSet
 
@@ -79,12 +80,12 @@ _NOTHING: Transfer = _Transfer((), (), ())
 
 @contextmanager
 def ending(*transfers: Abandoned) -> Iterator[None]:
-    """Where what is within raises, the transfers under way end first, so that nobody waits for them for ever."""
+    """Where what is within raises, what is under way ends first, so that nobody waits for it for ever."""
     try:
         yield
     except BaseException:
         for transfer in transfers:
-            transfer.abandon()
+            attempt(transfer.abandon, None)
         raise
 
 
@@ -94,7 +95,10 @@ class Exchange(ABC):
     Attributes:
         coming: how many parts of a key's gradient come home at most.
         straight: each part comes home by itself.
+        peers: the quicker way, where there is one.
     """
+
+    peers: PeerCopies | None = None
 
     @property
     @abstractmethod

@@ -81,8 +81,8 @@ class SequenceParallelGroups:
 
         Every rank of the group calls it, with the same degrees. With `peer_copies`, NVIDIA GPUs of one host send heads,
         keys, and gradients that go straight home by their copy engines instead of NCCL, where they can: under the
-        attention, not after it. It holds up to four times what a rank receives at once in memory, and no timeout
-        notices a rank that died.
+        attention, not after it. It keeps memory for two exchanges of the largest kind so far and an eighth more: the
+        keys that a rank receives, or all rows of its heads. No timeout notices a rank that died.
 
         Raises:
             InvalidAttentionInputError: degrees that do not multiply to the number of ranks, that have no meaning

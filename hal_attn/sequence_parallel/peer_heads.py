@@ -42,8 +42,11 @@ class _Part:
     @classmethod
     def of(cls, tensor: Tensor, heads: Sequence[Span]) -> _Part:
         """Of a tensor `[n, H, d]` and the heads of each rank."""
-        size = tensor.shape[2] * tensor.element_size()
-        if not (tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]):
+        rows, number, dim = tensor.shape
+        size = dim * tensor.element_size()
+        # Rows that lie on one another, as those of an expanded tensor, are no rectangle.
+        apart = rows <= 1 or tensor.stride(0) >= number * dim
+        if not (apart and tensor.stride(2) == 1 and tensor.stride(1) == dim):
             tensor = tensor.contiguous()
         return cls(tensor, tuple(span.length * size for span in heads), tuple(span.start * size for span in heads))
 

@@ -28,6 +28,7 @@ Tensors = tuple[Tensor, ...]
 
 # Kinds of exchange that are remembered; a model has a few for each batch shape.
 _KINDS = 256
+_INTERRUPTED = "an exchange was interrupted by an exception"
 
 
 class Posting(NamedTuple):
@@ -49,6 +50,7 @@ class PeerCopies:
     unavailable: str | None = None
     _slots: Slots | None = None
     _count: int = 0
+    _open: list[PeerTransfer] = field(default_factory=list, repr=False)
     _tried: bool = field(default=False, repr=False)
 
     def take(self, tensors: Sequence[Tensor]) -> bool:
@@ -108,35 +110,58 @@ class PeerCopies:
 
     def post(self, kept: Tensors, need: int, posting: Callable[[Slots, int], Posting]) -> PeerTransfer:
         """Start an exchange for which a slot has `need` bytes at most, on all ranks alike; `kept` is read by it."""
-        slots = self._room_for(need, kept[0].device)
-        self._count += 1
-        number, slot, side = self._count, self._count % SLOTS, slots.stream
-        posted = posting(slots, slot)
-        with slots.here():
-            slots.follow(slots.main())
-            for to, copies in posted.copies.items():
-                if to != slots.rank and number - SLOTS >= slots.first:
-                    wait(side, slots.free(slots.rank, slot, to), number - SLOTS)
-                for each in copies:
-                    copy(side, each)
-                if to != slots.rank:
-                    set_flag(side, slots.ready(to, slot, slots.rank), number)
-            slots.sent[slot].record(side)
-        return PeerTransfer(self, slots, number, posted.sources, kept, posted.received)
+        try:
+            slots = self._room_for(need, kept[0].device)
+            self._count += 1
+            number, slot, side = self._count, self._count % SLOTS, slots.stream
+            posted = posting(slots, slot)
+            with slots.here():
+                slots.follow(slots.main())
+                for to, copies in posted.copies.items():
+                    if to != slots.rank and number - SLOTS >= slots.first:
+                        wait(side, slots.free(slots.rank, slot, to), number - SLOTS)
+                    for each in copies:
+                        copy(side, each)
+                    if to != slots.rank:
+                        set_flag(side, slots.ready(to, slot, slots.rank), number)
+                slots.sent[slot].record(side)
+        except BaseException:
+            self.unavailable = _INTERRUPTED
+            raise
+        self._open.append(PeerTransfer(self, slots, number, posted.sources, kept, posted.received))
+        return self._open[-1]
+
+    def close(self, transfer: PeerTransfer) -> bool:
+        """Nothing reads or writes its slot any more; whether that is new."""
+        if transfer not in self._open:
+            return False
+        self._open.remove(transfer)
+        return True
+
+    def abandon(self) -> None:
+        """After an exception: what is under way is ended, each slot freed once its data is there, so that nobody waits
+        for this rank; and this way is not taken again, because the ranks may no longer count alike."""
+        if self._open:
+            self.unavailable = _INTERRUPTED
+        for transfer in tuple(self._open):
+            transfer.wait()
+            transfer.done()
 
     def _room_for(self, need: int, device: torch.device) -> Slots:
         if self._slots is None or self._slots.room < need:
-            room = 1 << max(20, (need - 1).bit_length())
+            # An eighth too much at most, so that batches that grow slowly make new ones seldom.
+            step = 1 << max(20, (need - 1).bit_length() - 3)
+            room = -(-need // step) * step
             stream = self._slots.stream if self._slots is not None else torch.cuda.Stream(device)
             # The old slots may still be read; making new ones waits for every rank anyway.
             torch.cuda.synchronize(device)
             rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-            memory, handle = mapped(self.group, flags_size(ranks) + SLOTS * room, device)
+            memory, handle = mapped(self.group, flags_size(ranks) + SLOTS * room, device, self._count)
             self._slots = Slots(rank, memory, handle, room, self._count + 1, stream)
         return self._slots
 
 
-@dataclass
+@dataclass(eq=False)
 class PeerTransfer:
     """Tensors on their way to this rank from `sources`, and others from it, which are `kept` until they are gone."""
 
@@ -146,7 +171,6 @@ class PeerTransfer:
     sources: Sequence[int]
     kept: Tensors
     received: Tensors
-    _ended: bool = False
 
     def wait(self) -> Tensors:
         """The received tensors, in a slot: read them on the current stream, and say `done`."""
@@ -159,19 +183,14 @@ class PeerTransfer:
         return self.received
 
     def abandon(self) -> None:
-        """After an exception: the slot is freed once its data is there, and this way is not taken again, because the
-        ranks may no longer count alike."""
-        if self._ended:
-            return
-        self.peers.unavailable = "an exchange was interrupted by an exception"
-        self.wait()
-        self.done()
+        """`PeerCopies.abandon` ends all that are under way, this one among them."""
+        self.peers.abandon()
 
     def done(self) -> None:
         """What reads the received tensors was given to the current stream: the slot may be written after it."""
-        if self._ended:
+        slots = self.slots
+        if not self.peers.close(self):
             return
-        self._ended, slots = True, self.slots
         with slots.here():
             slots.follow(slots.main())
             for other in range(len(slots.memory)):

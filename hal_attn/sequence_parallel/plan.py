@@ -61,7 +61,7 @@ class Plan:
         """What every rank needs, sends and computes."""
         about, groups = self.description, self.groups
         degree = groups.exchange_degree
-        kept = owners(about.lengths, about.lengths_k, degree) if about.whole else (None,) * len(about.lengths)
+        kept = owners(about.own_tokens, degree) if about.whole else (None,) * len(about.lengths)
         shape = (kept, degree, groups.ulysses, about.zigzag, about.batch is not None)
         queries = Sharding(about.lengths, about.prefix, about.suffix, *shape)
         keys = Sharding(about.lengths_k, about.key_ends, about.suffix, *shape)

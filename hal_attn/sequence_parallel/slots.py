@@ -112,24 +112,30 @@ def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
     failed: str | None = next((reason for _, _, reason in told if reason is not None), None)
     if failed is not None:
         return failed
-    _, failure = attempt(lambda: mapped(group, flags_size(len(told)), device), None)
+    _, failure = attempt(lambda: mapped(group, flags_size(len(told)), device, 0), None)
     failures: list[str] = [""] * len(told)
     dist.all_gather_object(failures, failure, group=group)
     return next((reason for reason in failures if reason), None)
 
 
-def mapped(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[list[Tensor], Any]:
-    """`size` bytes of every rank, the flags 0; all ranks make them together, and wait for one another."""
-    module, rank, count = _symmetric_memory(), dist.get_rank(group), dist.get_world_size(group)
+def mapped(group: dist.ProcessGroup, size: int, device: torch.device, count: int) -> tuple[list[Tensor], Any]:
+    """`size` bytes of every rank, and the flags at the number of exchanges so far, since numbers are cyclic; all ranks
+    make them together, and wait for one another."""
+    module, rank, ranks = _symmetric_memory(), dist.get_rank(group), dist.get_world_size(group)
     # What is made in inference mode could not be written to outside it, and the next call may be there.
     with torch.inference_mode(False):
         own = module.empty(size, dtype=torch.uint8, device=device)
         handle = module.rendezvous(own, group.group_name)
-        own[: flags_size(count)].zero_()
+        own[: flags_size(ranks)].view(torch.int32).fill_(as_int32(count))
         torch.cuda.synchronize(device)
         dist.barrier(group)
-        memory = [own if other == rank else handle.get_buffer(other, (size,), torch.uint8) for other in range(count)]
+        memory = [own if other == rank else handle.get_buffer(other, (size,), torch.uint8) for other in range(ranks)]
     return memory, handle
+
+
+def as_int32(number: int) -> int:
+    """The last 32 bits of a number, as a signed one."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _symmetric_memory() -> Any:

@@ -199,11 +199,6 @@ class Arriving:
         if self.sent is not None:
             self.sent.done()
 
-    def abandon(self) -> None:
-        """Nothing will read them, after an exception."""
-        if self.sent is not None:
-            self.sent.abandon()
-
 
 @dataclass(frozen=True)
 class _Bytes:

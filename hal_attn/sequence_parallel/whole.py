@@ -12,31 +12,43 @@ A coordinate has nearly the tokens and the work that it would have with all of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-# Lengths that differ by at most one part in so many are about the same: so much more work than another has a
-# coordinate at most, of one sequence, since the next ones even it out.
+# Own lengths that differ by at most one part in so many are about the same. A coordinate has as much more of one
+# sequence at most, since the next ones even it out; of work, which grows with queries times keys, twice that part.
 _NEAR = 64
 
 
-def owners(lengths: Sequence[int], lengths_k: Sequence[int], coordinates: int) -> tuple[int | None, ...]:
+class Tokens(NamedTuple):
+    """What there is of one sequence: queries and keys that one rank holds, and `ends`, what every rank holds of it."""
+
+    queries: int
+    keys: int
+    ends: tuple[int, ...] = ()
+
+
+def owners(sequences: Sequence[Tokens], coordinates: int) -> tuple[int | None, ...]:
     """By sequence, the coordinate that has all of it; None where it is cut."""
-    found: list[int | None] = [None] * len(lengths)
+    found: list[int | None] = [None] * len(sequences)
     if coordinates == 1:
         return tuple(found)
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], -lengths_k[index], index))
-    load, first = [0] * coordinates, 0
+    order = sorted(range(len(sequences)), key=lambda index: (sequences[index], -index), reverse=True)
+    load, first = [(0, 0)] * coordinates, 0
     while first + coordinates <= len(order):
         group = order[first : first + coordinates]
-        if not all(_near([side[index] for index in group]) for side in (lengths, lengths_k)):
+        if not _near([sequences[index] for index in group]):
             first += 1
             continue
         lightest = sorted(range(coordinates), key=lambda coordinate: (load[coordinate], coordinate))
         for index, coordinate in zip(group, lightest, strict=True):
             found[index] = coordinate
-            load[coordinate] += lengths[index]
+            queries, keys = load[coordinate]
+            load[coordinate] = (queries + sequences[index].queries, keys + sequences[index].keys)
         first += coordinates
     return tuple(found)
 
 
-def _near(lengths: Sequence[int]) -> bool:
-    return max(lengths) - min(lengths) <= max(lengths) // _NEAR
+def _near(group: Sequence[Tokens]) -> bool:
+    sides = ([each.queries for each in group], [each.keys for each in group])
+    close = all(max(side) - min(side) <= max(side) // _NEAR for side in sides)
+    return close and len({each.ends for each in group}) == 1

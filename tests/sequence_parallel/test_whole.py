@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hal_attn.sequence_parallel.whole import owners
+from hal_attn.sequence_parallel.whole import Tokens, owners
 from tests.sequence_parallel.case import Case, Degrees, groups, plan_of, plans, tensors
 from tests.sequence_parallel.watching import watching
 
@@ -24,18 +24,32 @@ from tests.sequence_parallel.watching import watching
     ],
 )
 def test_owners(lengths, coordinates, expected):
-    assert owners(lengths, lengths, coordinates) == expected
+    assert owners([Tokens(length, length) for length in lengths], coordinates) == expected
 
 
 def test_keys_count_as_queries_do():
-    assert owners((8, 8), (8, 64), 2) == (None, None)
-    assert owners((8, 8), (64, 63), 2) == (0, 1)
+    assert owners([Tokens(8, 8), Tokens(8, 64)], 2) == (None, None)
+    assert owners([Tokens(8, 64), Tokens(8, 63)], 2) == (0, 1)
+    pairs = [Tokens(64, 6400 - 60 * (index % 2) - 2 * index) for index in range(20)]
+    found = owners(pairs, 2)
+    keys = [sum(each.keys for each, owner in zip(pairs, found, strict=True) if owner == c) for c in range(2)]
+    assert abs(keys[0] - keys[1]) <= 100
+
+
+def test_what_is_replicated_is_no_one_s_to_balance():
+    assert owners([Tokens(96, 96, (4, 0, 0)), Tokens(90, 90, (10, 0, 0))], 2) == (None, None)
+    assert owners([Tokens(96, 96, (4, 0, 0)), Tokens(96, 96, (10, 0, 0))], 2) == (None, None)
+    assert owners([Tokens(96, 96, (4, 0, 0)), Tokens(96, 96, (4, 0, 0))], 2) == (0, 1)
+    for prefix in ((0, 1000, 0, 1000), (0, 512, 512, 0)):
+        case = Case(Degrees(ring=2), (1024,) * 4, prefix=prefix)
+        own = [plan.rows.own.numel() for plan in plans(case)]
+        assert own == [sum(1024 - each for each in prefix) // 2] * 2
 
 
 @settings(max_examples=300)
 @given(st.lists(st.integers(0, 3000), max_size=40), st.integers(2, 4))
 def test_no_coordinate_has_much_more(lengths, coordinates):
-    found = owners(lengths, lengths, coordinates)
+    found = owners([Tokens(length, length) for length in lengths], coordinates)
     loads = [sum(n for n, owner in zip(lengths, found, strict=True) if owner == c) for c in range(coordinates)]
     assert max(loads) - min(loads) <= max(lengths, default=0) // 64
     work = [sum(n * n for n, owner in zip(lengths, found, strict=True) if owner == c) for c in range(coordinates)]
