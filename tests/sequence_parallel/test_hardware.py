@@ -116,7 +116,7 @@ def test_no_part_is_joined_twice(dim):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("mode", ["ring", "kv_gather"])
+@pytest.mark.parametrize("mode", ["ring", "kv_gather", "ulysses"])
 def test_what_copy_engines_send_is_what_nccl_sends(mode):
     """On two GPUs; on one, both ranks share it, and the copies must see that."""
     assert torch.cuda.is_available(), "these tests were asked for, and there is no NVIDIA device"
