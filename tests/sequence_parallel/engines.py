@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from hal_attn.sequence_parallel import SequenceParallelGroups, peer_heads, peers, slots
 
-SECONDS = 20
+SECONDS = 50
 
 
 class Side:
