@@ -17,10 +17,10 @@ ones: so each pair counts once, in the states and in every gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ from hal_attn.sequence_parallel.work import RowSet
 
 _PIPELINE_TURNS = 2
 Plans = Sequence[Sequence[HeadShare]]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Turn(NamedTuple):
@@ -51,6 +53,17 @@ class Turn(NamedTuple):
     value: Tensor
     output: Tensor
     lse: Tensor
+
+
+def _ended(run: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """Where this method of the engine raises, wherever it does, what is under way by copies is ended."""
+
+    @wraps(run)
+    def guarded(engine: Engine, /, *arguments: P.args, **options: P.kwargs) -> R:
+        with ending(*engine._ways):
+            return run(engine, *arguments, **options)
+
+    return guarded
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,7 @@ class Engine:
 
     # Forward
 
+    @_ended
     def forward(
         self,
         kernel: LocalKernel,
@@ -95,18 +109,6 @@ class Engine:
     ) -> tuple[Tensor, Tensor | None, list[Turn]]:
         """Of query, key and value `[T, H, d]` of this rank's tokens (output `[T, H, Dv]`, LSE `[H, T]` where it is
         wanted), and what `backward` needs, to `keep`."""
-        with ending(*self._ways):
-            return self._forward(kernel, settings, tensors, sinks, with_lse, keep)
-
-    def _forward(
-        self,
-        kernel: LocalKernel,
-        settings: Settings,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        sinks: Tensor | None,
-        with_lse: bool,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor | None, list[Turn]]:
         query, key, value = tensors
         split = HeadSplit(query.shape[1], key.shape[1], self.ranks)
         plans = self.turns(split)
@@ -182,6 +184,7 @@ class Engine:
 
     # Backward
 
+    @_ended
     def backward(
         self,
         kernel: LocalKernel,
@@ -192,18 +195,6 @@ class Engine:
         sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of query, key, value `[T, H, d]`, in their dtype or in float32, and of the sinks `[H]`."""
-        with ending(*self._ways):
-            return self._backward(kernel, settings, turns, sinks, grads, sizes)
-
-    def _backward(
-        self,
-        kernel: LocalKernel,
-        settings: Settings,
-        turns: Sequence[Turn],
-        sinks: Tensor | None,
-        grads: tuple[Tensor, Tensor | None],
-        sizes: tuple[int, int],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         split = HeadSplit(*sizes, self.ranks)
         plans = self.turns(split)
         coming = self._there_gradients(plans, 0, grads)

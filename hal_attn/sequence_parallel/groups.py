@@ -58,12 +58,15 @@ class SequenceParallelGroups:
     @cached_property
     def peers(self) -> PeerCopies | None:
         """The way between GPUs of one host for those that exchange keys; None for one rank, or where not asked for."""
-        return PeerCopies(self.exchanging) if self.peer_copies and self.exchanging is not None else None
+        return self._copies(self.exchanging)
 
     @cached_property
     def peers_of_heads(self) -> PeerCopies | None:
         """The same for those that exchange heads."""
-        return PeerCopies(self.exchanging_heads) if self.peer_copies and self.exchanging_heads is not None else None
+        return self._copies(self.exchanging_heads)
+
+    def _copies(self, group: dist.ProcessGroup | None) -> PeerCopies | None:
+        return PeerCopies(group) if self.peer_copies and group is not None else None
 
     @classmethod
     def create(

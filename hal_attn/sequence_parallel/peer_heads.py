@@ -7,7 +7,6 @@ rectangle: nothing is packed before, and nothing joined after.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -27,63 +26,34 @@ Copies = Callable[[Slots, int, int], Iterator[Copy]]
 _LEAST_WIDTH = 256
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One tensor of an exchange, in bytes: rows of `widths[rank]` at `starts[rank]` of each row here.
-
-    Attributes:
-        tensor: rows `[n, ...]`, of which each lies densely, `pitch` apart.
-    """
-
-    tensor: Tensor
-    widths: tuple[int, ...]
-    starts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor, heads: Sequence[Span]) -> _Part:
-        """Of a tensor `[n, H, d]` and the heads of each rank."""
-        rows, number, dim = tensor.shape
-        size = dim * tensor.element_size()
-        # Rows that lie on one another, as those of an expanded tensor, are no rectangle.
-        apart = rows <= 1 or tensor.stride(0) >= number * dim
-        if not (apart and tensor.stride(2) == 1 and tensor.stride(1) == dim):
-            tensor = tensor.contiguous()
-        return cls(tensor, tuple(span.length * size for span in heads), tuple(span.start * size for span in heads))
-
-    @property
-    def pitch(self) -> int:
-        return self.tensor.stride(0) * self.tensor.element_size()
-
-
 def there(peers: PeerCopies, own: int, sides: Sequence[Side]) -> PeerTransfer | None:
     """Tensors `[T, H, d]` of this rank's tokens for those of its heads: by rank, all own rows, then the replicated ones
     `[T', H', d]`; None where another way is better."""
     if not _fits(peers, sides):
         return None
-    parts = [_Part.of(rows.own.take(tensor), heads) for tensor, rows, heads in sides]
-    kept = [_Part.of(rows.replicated.take(tensor), heads) for tensor, rows, heads in sides]
+    mine = [_rectangular(rows.own.take(tensor)) for tensor, rows, _ in sides]
+    kept = [_rectangular(rows.replicated.take(tensor)) for tensor, rows, _ in sides]
     totals = [sum(rows.counts) + rows.replicated.count for _, rows, _ in sides]
     sizes = [
-        [total * part.widths[rank] for total, part in zip(totals, parts, strict=True)]
-        for rank in range(len(parts[0].widths))
+        [total * heads[rank].length * _head(tensor) for total, (tensor, _, heads) in zip(totals, sides, strict=True)]
+        for rank in range(len(sides[0][2]))
     ]
 
     def copies(slots: Slots, slot: int, rank: int) -> Iterator[Copy]:
         begin = slots.addresses[rank] + slots.begin(slot)
-        for (_, rows, _), part, again, place in zip(sides, parts, kept, places(sizes[rank]), strict=True):
-            width, pitch = part.widths[rank], part.pitch
+        for (tensor, rows, heads), part, again, place in zip(sides, mine, kept, places(sizes[rank]), strict=True):
+            width, skipped = heads[rank].length * _head(tensor), heads[rank].start * _head(tensor)
             first = begin + place + sum(rows.counts[:own]) * width
-            yield Copy(first, part.tensor.data_ptr() + part.starts[rank], width, rows.own.count, width, pitch)
+            yield Copy(first, part.data_ptr() + skipped, width, rows.own.count, width, _pitch(part))
             if rank == own and rows.replicated.count:
                 first = begin + place + sum(rows.counts) * width
-                source = again.tensor.data_ptr() + again.starts[rank]
-                yield Copy(first, source, width, rows.replicated.count, width, again.pitch)
+                yield Copy(first, again.data_ptr() + skipped, width, rows.replicated.count, width, _pitch(again))
 
     received = [
         ((total, heads[own].length, tensor.shape[2]), tensor.dtype)
         for total, (tensor, _, heads) in zip(totals, sides, strict=True)
     ]
-    return _post(peers, own, tuple(part.tensor for part in (*parts, *kept)), sizes, copies, received)
+    return _post(peers, own, (*mine, *kept), sizes, copies, received)
 
 
 def back(peers: PeerCopies, own: int, sides: Sequence[Side], results: Sequence[Tensor]) -> PeerTransfer | None:
@@ -91,29 +61,26 @@ def back(peers: PeerCopies, own: int, sides: Sequence[Side], results: Sequence[T
     only the heads of `sides` are written; None where another way is better."""
     if any(_overlap(heads) for _, _, heads in sides) or not _fits(peers, sides):
         return None
-    whole = [[Span(0, heads[own].length)] * len(heads) for _, _, heads in sides]
     ranks = range(len(sides[0][2]))
-    parts = [
-        [_Part.of(rows.of_rank[rank].take(tensor), spans) for rank in ranks]
-        for (tensor, rows, _), spans in zip(sides, whole, strict=True)
-    ]
-    pitches = [result.shape[1] * result.shape[2] * result.element_size() for result in results]
+    parts = [[_rectangular(rows.of_rank[rank].take(tensor)) for tensor, rows, _ in sides] for rank in ranks]
+    pitches = [result.shape[1] * _head(result) for result in results]
     sizes = [
         [rows.of_rank[rank].count * pitch for (_, rows, _), pitch in zip(sides, pitches, strict=True)] for rank in ranks
     ]
 
     def copies(slots: Slots, slot: int, rank: int) -> Iterator[Copy]:
         begin = slots.addresses[rank] + slots.begin(slot)
-        for (tensor, rows, heads), part, pitch, place in zip(sides, parts, pitches, places(sizes[rank]), strict=True):
-            first = begin + place + heads[own].start * tensor.shape[2] * tensor.element_size()
-            count, mine = rows.of_rank[rank].count, part[rank]
-            yield Copy(first, mine.tensor.data_ptr(), mine.widths[rank], count, pitch, mine.pitch)
+        each = zip(sides, parts[rank], pitches, places(sizes[rank]), strict=True)
+        for (tensor, rows, heads), part, pitch, place in each:
+            first = begin + place + heads[own].start * _head(tensor)
+            width, count = heads[own].length * _head(tensor), rows.of_rank[rank].count
+            yield Copy(first, part.data_ptr(), width, count, pitch, _pitch(part))
 
     received = [
         ((rows.of_rank[own].count, *result.shape[1:]), result.dtype)
         for (_, rows, _), result in zip(sides, results, strict=True)
     ]
-    return _post(peers, own, tuple(part.tensor for each in parts for part in each), sizes, copies, received)
+    return _post(peers, own, tuple(part for each in parts for part in each), sizes, copies, received)
 
 
 def _post(
@@ -138,10 +105,27 @@ def _post(
 def _fits(peers: PeerCopies, sides: Sequence[Side]) -> bool:
     """Whether engines can, and are quicker; every rank finds the same."""
     for tensor, _, heads in sides:
-        size = tensor.shape[2] * tensor.element_size()
-        if any(0 < span.length * size < _LEAST_WIDTH for span in heads):
+        if any(0 < span.length * _head(tensor) < _LEAST_WIDTH for span in heads):
             return False
     return peers.take([tensor for tensor, _, _ in sides])
+
+
+def _head(tensor: Tensor) -> int:
+    """Bytes of one head of a row of `[n, H, d]`."""
+    return tensor.shape[2] * tensor.element_size()
+
+
+def _pitch(tensor: Tensor) -> int:
+    """Bytes between two rows' starts."""
+    return tensor.stride(0) * tensor.element_size()
+
+
+def _rectangular(tensor: Tensor) -> Tensor:
+    """`[n, H, d]` whose rows lie densely, and apart from one another, as those of an expanded tensor do not; a copy
+    where that is not so."""
+    rows, heads, dim = tensor.shape
+    apart = rows <= 1 or tensor.stride(0) >= heads * dim
+    return tensor if apart and tensor.stride(2) == 1 and tensor.stride(1) == dim else tensor.contiguous()
 
 
 def _overlap(heads: Sequence[Span]) -> bool:

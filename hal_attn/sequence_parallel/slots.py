@@ -10,6 +10,7 @@ Streams wait for flags and set them. A slot is written again only after its read
 
 from __future__ import annotations
 
+import math
 import socket
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -79,9 +80,7 @@ class Slots:
 
     def view(self, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of this shape in the own memory."""
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
+        size = math.prod(shape) * dtype.itemsize
         return self.memory[self.rank][place : place + size].view(dtype).view(shape)
 
 

@@ -181,10 +181,8 @@ def _write(target: Tensor, rows: SideRows, part: Tensor, add: bool) -> None:
     """`part` `[n, h, d]`, own rows and then replicated ones, to their places in `target` `[T, h, d]`."""
     own, replicated = part.split([rows.own.count, rows.replicated.count])
     for places, values in ((rows.own, own), (rows.replicated, replicated)):
-        if add:
-            places.add(target, values)
-        elif places.count:
-            places.put(target, values)
+        if places.count:
+            (places.add if add else places.put)(target, values)
 
 
 @dataclass(frozen=True)

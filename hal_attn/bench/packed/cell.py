@@ -26,7 +26,7 @@ from hal_attn.guard import attempt
 
 @dataclass(frozen=True)
 class Cell:
-    """What a process measures: the time of all ways, or the memory of `way`."""
+    """What a process measures: the time of all ways, on a device also their `memory`, or the memory of `way`."""
 
     lengths: tuple[int, ...]
     heads: int
@@ -36,6 +36,7 @@ class Cell:
     backend: str | None
     threads: int
     rounds: Rounds
+    memory: bool = True
     way: str | None = None
 
     def batch(self) -> Batch:
@@ -77,7 +78,7 @@ def measured(cell: Cell) -> dict[str, Any]:
                 found[way] = {"failed": shortened(failure, 200)}
             else:
                 found[way] = {"difference": float((output.float() - truth).abs().max())}
-                if batch.device.type != "cpu":
+                if cell.memory and batch.device.type != "cpu":
                     # A second batch beside the first: where it has no room, only the figure is missing.
                     found[way]["peak"], _ = attempt(partial(_peak, cell.batch(), way), None)
         calls = {way: call_of(batch, way) for way in WAYS if "failed" not in found[way]}

@@ -54,7 +54,7 @@ def measure(batches: Mapping[str, tuple[int, ...]], like: Cell, memory: bool, ti
     steps = len(batches) * (1 + (len(WAYS) if apart else 0))
     done = 0
     for name, lengths in batches.items():
-        cell = replace(like, lengths=lengths)
+        cell = replace(like, lengths=lengths, memory=memory)
         tick(f"{name}: time", done, steps)
         found = in_process(cell)
         done += 1
@@ -67,7 +67,7 @@ def measure(batches: Mapping[str, tuple[int, ...]], like: Cell, memory: bool, ti
                 done += 1
                 if row.ms is not None:
                     row = replace(row, peak=in_process(replace(cell, way=row.way))["peak"])
-            rows.append(row if memory else replace(row, peak=None))
+            rows.append(row)
     tick("done", steps, steps)
     shape = f"{like.heads} heads of {like.head_dim}, {like.dtype}"
     told = facts(torch.device(like.device), threads=f"{like.threads} of PyTorch on the CPU", shape=shape)
