@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hal_attn.kernels import with_sinks
-from hal_attn.sequence_parallel.exchange import Exchange, ending
+from hal_attn.sequence_parallel.exchange import Ending, Exchange
 from hal_attn.sequence_parallel.heads import HeadShare, HeadSplit, pipeline
 from hal_attn.sequence_parallel.kernel import Given, LocalKernel, Settings
 from hal_attn.sequence_parallel.partial import GradientSum, PartialStates
@@ -60,7 +60,7 @@ def _ended(run: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Eng
 
     @wraps(run)
     def guarded(engine: Engine, /, *arguments: P.args, **options: P.kwargs) -> R:
-        with ending(*engine._ways):
+        with Ending(*engine._ways):
             return run(engine, *arguments, **options)
 
     return guarded
@@ -161,7 +161,7 @@ class Engine:
         output, lse = states.output, states.lse
         if sinks is not None:
             output, lse = with_sinks(output, lse, sinks[heads])
-        return Turn(share, query, key, value, output.to(query.dtype), lse)
+        return Turn(share, query, key, value, output if output.dtype == query.dtype else output.to(query.dtype), lse)
 
     def _joined_once(self, kernel: LocalKernel, sinks: Tensor | None) -> bool:
         """No row is rounded more than once: it has at most two results, and nothing changes them afterwards."""

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hal_attn.guard import attempt
-from hal_attn.sequence_parallel.peers import PeerCopies, Tensors
+from hal_attn.sequence_parallel.peers import PeerCopies, RowCounts, Tensors
 from hal_attn.sequence_parallel.work import RowSet
 
 Consume = Callable[[int, Tensors], None]
@@ -78,15 +77,18 @@ class _Transfer:
 _NOTHING: Transfer = _Transfer((), (), ())
 
 
-@contextmanager
-def ending(*transfers: Abandoned) -> Iterator[None]:
+class Ending:
     """Where what is within raises, what is under way ends first, so that nobody waits for it for ever."""
-    try:
-        yield
-    except BaseException:
-        for transfer in transfers:
-            attempt(transfer.abandon, None)
-        raise
+
+    def __init__(self, *transfers: Abandoned) -> None:
+        self._transfers = transfers
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            for transfer in self._transfers:
+                attempt(transfer.abandon, None)
 
 
 class Exchange(ABC):
@@ -120,7 +122,7 @@ class Exchange(ABC):
 
 
 class NoExchange(Exchange):
-    """One rank, which holds every key."""
+    """Each rank holds every key that it needs."""
 
     coming = 0
 
@@ -161,8 +163,8 @@ class RingExchange(Exchange):
     def forward(self, keys: Tensors, consume: Consume) -> None:
         held, arrived = keys, _NOTHING
         for index in range(len(self.hops)):
-            sent = self._send_keys(self._travelling(held, index), index)
-            with ending(arrived, sent):
+            sent = self._send_keys(held, index)
+            with Ending(arrived, sent):
                 consume(index, held)
             arrived.done()
             held, arrived = sent.wait(), sent
@@ -170,8 +172,8 @@ class RingExchange(Exchange):
     def backward(self, keys: Tensors, contribute: Contribute, receive: Receive) -> None:
         held, arrived, gradients = keys, _NOTHING, _NOTHING
         for index in range(len(self.hops)):
-            sent = self._send_keys(self._travelling(held, index), index)
-            with ending(arrived, sent, gradients):
+            sent = self._send_keys(held, index)
+            with Ending(arrived, sent, gradients):
                 parts = contribute(index, held)
             arrived.done()
             if index > 1:
@@ -183,18 +185,16 @@ class RingExchange(Exchange):
             receive(self.own, gradients.wait())
             gradients.done()
 
-    def _travelling(self, held: Tensors, index: int) -> Tensors:
-        """Of the keys at a hop, those that go on."""
-        return held if index else tuple(self.own.take(tensor) for tensor in held)
-
     def source(self, index: int) -> int:
         """Whose keys this rank holds at that hop."""
         return (self.coordinate - self.hops[index]) % len(self.rows)
 
     def _send_keys(self, held: Tensors, index: int) -> Transfer:
-        """On from a hop; from the last one nowhere."""
+        """On from a hop those that go on; from the last one none."""
         if index + 1 == len(self.hops):
             return _NOTHING
+        if index == 0 and not self.own.all:
+            held = tuple(self.own.take(tensor) for tensor in held)
         places = self.hops[index + 1] - self.hops[index]
         return self._transfer(held, places, self.source(index + 1), self.peers)
 
@@ -222,16 +222,16 @@ class RingExchange(Exchange):
         return _all_to_all(self.group, held, sends, receives)
 
     @cached_property
-    def _moves(self) -> dict[tuple[int, int], list[list[int]]]:
+    def _moves(self) -> dict[tuple[int, int], RowCounts]:
         return {}
 
-    def _moved(self, places: int, hops: int) -> list[list[int]]:
+    def _moved(self, places: int, hops: int) -> RowCounts:
         """`[reader][source]`, rows that move on by `places` and are then `hops` from their owner."""
         size = len(self.rows)
         rows = [[0] * size for _ in range(size)]
         for reader, coming in enumerate(rows):
             coming[(reader - places) % size] = self.rows[(reader - hops) % size]
-        return rows
+        return tuple(map(tuple, rows))
 
 
 @dataclass(frozen=True)
@@ -261,14 +261,14 @@ class GatherExchange(Exchange):
 
     def forward(self, keys: Tensors, consume: Consume) -> None:
         sent = self._gather(keys)
-        with ending(sent):
+        with Ending(sent):
             consume(0, keys)
             consume(1, sent.wait())
         sent.done()
 
     def backward(self, keys: Tensors, contribute: Contribute, receive: Receive) -> None:
         sent = self._gather(keys)
-        with ending(sent):
+        with Ending(sent):
             contribute(0, keys)
             parts = contribute(1, sent.wait())
         sent.done()
@@ -284,7 +284,7 @@ class GatherExchange(Exchange):
         parts = tuple(_joined([rows.take(tensor) for rows in self.sends if rows.count], tensor) for tensor in keys)
         return self._exchanged(parts, self.rows)
 
-    def _exchanged(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> Transfer:
+    def _exchanged(self, tensors: Tensors, rows: RowCounts) -> Transfer:
         """Rows of `tensors` by destination, for rows by source; `rows` `[reader][source]`."""
         if self.peers is not None and self.peers.take(tensors):
             return self.peers.send(tensors, rows)

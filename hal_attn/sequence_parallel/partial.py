@@ -42,7 +42,8 @@ class PartialStates:
             self._output, self._lse = output, lse
             return
         own, own_lse = self._begun()
-        self._output = own = own.to(self.dtype)
+        if own.dtype != self.dtype:
+            self._output = own = own.to(self.dtype)
         if fused.takes(own, own_lse, output, lse):
             fused.join(own, own_lse, rows, output, lse)
         else:

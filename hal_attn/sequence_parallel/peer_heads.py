@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from hal_attn.sequence_parallel.driver import Copy
-from hal_attn.sequence_parallel.peers import PeerCopies, PeerTransfer, Posting, Tensors, places
+from hal_attn.sequence_parallel.peers import PeerCopies, PeerTransfer, Posting, Shapes, Tensors, places
 from hal_attn.sequence_parallel.slots import Slots, rounded
 from hal_attn.sequence_parallel.spans import Span
 
@@ -49,10 +48,10 @@ def there(peers: PeerCopies, own: int, sides: Sequence[Side]) -> PeerTransfer | 
                 first = begin + place + sum(rows.counts) * width
                 yield Copy(first, again.data_ptr() + skipped, width, rows.replicated.count, width, _pitch(again))
 
-    received = [
+    received = tuple(
         ((total, heads[own].length, tensor.shape[2]), tensor.dtype)
         for total, (tensor, _, heads) in zip(totals, sides, strict=True)
-    ]
+    )
     return _post(peers, own, (*mine, *kept), sizes, copies, received)
 
 
@@ -76,10 +75,10 @@ def back(peers: PeerCopies, own: int, sides: Sequence[Side], results: Sequence[T
             width, count = heads[own].length * _head(tensor), rows.of_rank[rank].count
             yield Copy(first, part.data_ptr(), width, count, pitch, _pitch(part))
 
-    received = [
+    received = tuple(
         ((rows.of_rank[own].count, *result.shape[1:]), result.dtype)
         for (_, rows, _), result in zip(sides, results, strict=True)
-    ]
+    )
     return _post(peers, own, tuple(part for each in parts for part in each), sizes, copies, received)
 
 
@@ -89,7 +88,7 @@ def _post(
     sources: Tensors,
     sizes: Sequence[Sequence[int]],
     copies: Copies,
-    received: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    received: Shapes,
 ) -> PeerTransfer:
     """By rank, `sizes` in bytes of the tensors in its slot; `received`: shapes and dtypes of those in the own one."""
     others = [rank for rank in range(len(sizes)) if rank != own]

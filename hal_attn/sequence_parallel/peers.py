@@ -25,6 +25,8 @@ from hal_attn.sequence_parallel.driver import Copy, copy, set_flag, wait
 from hal_attn.sequence_parallel.slots import SLOTS, Slots, flags_size, mapped, obstacle, rounded
 
 Tensors = tuple[Tensor, ...]
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+RowCounts = tuple[tuple[int, ...], ...]
 
 # Kinds of exchange that are remembered; a model has a few for each batch shape.
 _KINDS = 256
@@ -37,6 +39,46 @@ class Posting(NamedTuple):
     copies: Mapping[int, Sequence[Copy]]
     sources: Sequence[int]
     received: Tensors
+
+
+class _Move(NamedTuple):
+    """Some rows of one tensor: how far from the slot's start they go, and from the tensor's they come, in bytes."""
+
+    tensor: int
+    place: int
+    passed: int
+    size: int
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What exchanges of the same rows have alike, worked out once.
+
+    Attributes:
+        moves: by rank, what goes there. sources: who sends here.
+        received: shapes and dtypes of what arrives. need: bytes that a slot has at most, on any rank.
+    """
+
+    moves: Mapping[int, Sequence[_Move]]
+    sources: Sequence[int]
+    received: Shapes
+    need: int
+
+    @classmethod
+    def of(cls, rows: RowCounts, shapes: Shapes, own: int) -> _Kind:
+        """`shapes` are those of a row of each tensor."""
+        widths = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
+        sizes = [[sum(coming) * width for width in widths] for coming in rows]
+        moves, passed = {}, 0
+        for to, coming in enumerate(rows):
+            if coming[own]:
+                before = sum(coming[:own])
+                each = enumerate(zip(places(sizes[to]), widths, strict=True))
+                moves[to] = [_Move(n, at + before * w, passed * w, coming[own] * w) for n, (at, w) in each]
+            passed += coming[own]
+        sources = [source for source, count in enumerate(rows[own]) if count]
+        received = tuple(((sum(rows[own]), *shape), dtype) for shape, dtype in shapes)
+        return cls(moves, sources, received, max(sum(map(rounded, each)) for each in sizes))
 
 
 @dataclass
@@ -52,6 +94,7 @@ class PeerCopies:
     _count: int = 0
     _open: list[PeerTransfer] = field(default_factory=list, repr=False)
     _tried: bool = field(default=False, repr=False)
+    _kinds: dict[tuple[RowCounts, Shapes], _Kind] = field(default_factory=dict, repr=False)
 
     def take(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these tensors can go this way; the first ask on a GPU tries, on all ranks together."""
@@ -64,39 +107,31 @@ class PeerCopies:
         slots = self._slots
         return self.unavailable is None and (slots is None or slots.stream.device == device)
 
-    def send(self, tensors: Tensors, rows: Sequence[Sequence[int]]) -> PeerTransfer:
+    def send(self, tensors: Tensors, rows: RowCounts) -> PeerTransfer:
         """Start sending `[T, ...]` tensors, `rows[to][this]` rows to each rank of the group, one after another, and
         receiving `rows[this][source]` rows of such tensors from each. Every rank gives the same `rows`."""
         # Only dense memory is copied by an engine; anything else would be copied by a kernel.
         tensors = tuple(tensor.contiguous() for tensor in tensors)
-        widths = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in tensors]
-        sizes = [[sum(coming) * width for width in widths] for coming in rows]
+        shapes = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
+        kind = self._kinds.get((rows, shapes))
+        if kind is None:
+            if len(self._kinds) >= _KINDS:
+                self._kinds.clear()
+            kind = self._kinds[rows, shapes] = _Kind.of(rows, shapes, dist.get_rank(self.group))
 
         def posting(slots: Slots, slot: int) -> Posting:
-            own = slots.rank
-            shapes = [((sum(rows[own]), *tensor.shape[1:]), tensor.dtype) for tensor in tensors]
-            copies: dict[int, list[Copy]] = {}
-            passed = 0
-            for to, coming in enumerate(rows):
-                if coming[own]:
-                    begin = slots.addresses[to] + slots.begin(slot)
-                    copies[to] = [
-                        Copy(
-                            begin + place + sum(coming[:own]) * width,
-                            tensor.data_ptr() + passed * width,
-                            coming[own] * width,
-                        )
-                        for place, tensor, width in zip(places(sizes[to]), tensors, widths, strict=True)
-                    ]
-                passed += coming[own]
-            sources = [source for source, count in enumerate(rows[own]) if count]
-            return Posting(copies, sources, self.views(slots, slot, shapes))
+            sources, begin = [tensor.data_ptr() for tensor in tensors], slots.begin(slot)
+            copies = {
+                to: [Copy(slots.addresses[to] + begin + m.place, sources[m.tensor] + m.passed, m.size) for m in moves]
+                for to, moves in kind.moves.items()
+            }
+            return Posting(copies, kind.sources, self.views(slots, slot, kind.received))
 
-        return self.post(tensors, max(sum(map(rounded, each)) for each in sizes), posting)
+        return self.post(tensors, kind.need, posting)
 
-    def views(self, slots: Slots, slot: int, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Tensors:
+    def views(self, slots: Slots, slot: int, shapes: Shapes) -> Tensors:
         """Tensors of these shapes and dtypes, one after another in an own slot."""
-        key = (slot, *shapes)
+        key = (slot, shapes)
         found: Tensors | None = slots.kept.get(key)
         if found is None:
             if len(slots.kept) >= _KINDS:
@@ -115,8 +150,9 @@ class PeerCopies:
             self._count += 1
             number, slot, side = self._count, self._count % SLOTS, slots.stream
             posted = posting(slots, slot)
+            main = slots.main()
             with slots.here():
-                slots.follow(slots.main())
+                slots.follow(main)
                 for to, copies in posted.copies.items():
                     if to != slots.rank and number - SLOTS >= slots.first:
                         wait(side, slots.free(slots.rank, slot, to), number - SLOTS)
@@ -128,7 +164,7 @@ class PeerCopies:
         except BaseException:
             self.unavailable = _INTERRUPTED
             raise
-        self._open.append(PeerTransfer(self, slots, number, posted.sources, kept, posted.received))
+        self._open.append(PeerTransfer(self, slots, main, number, posted.sources, kept, posted.received))
         return self._open[-1]
 
     def close(self, transfer: PeerTransfer) -> bool:
@@ -163,23 +199,24 @@ class PeerCopies:
 
 @dataclass(eq=False)
 class PeerTransfer:
-    """Tensors on their way to this rank from `sources`, and others from it, which are `kept` until they are gone."""
+    """Tensors on their way to this rank from `sources`, and others from it, which are `kept` until they are gone; for
+    the stream that was the current one, `main`."""
 
     peers: PeerCopies
     slots: Slots
+    main: torch.cuda.Stream
     number: int
     sources: Sequence[int]
     kept: Tensors
     received: Tensors
 
     def wait(self) -> Tensors:
-        """The received tensors, in a slot: read them on the current stream, and say `done`."""
+        """The received tensors, in a slot: read them on the same stream, and say `done`."""
         slots, slot = self.slots, self.number % SLOTS
-        main = slots.main()
         with slots.here():
             for source in self.sources:
-                wait(main, slots.ready(slots.rank, slot, source), self.number)
-            main.wait_event(slots.sent[slot])
+                wait(self.main, slots.ready(slots.rank, slot, source), self.number)
+            self.main.wait_event(slots.sent[slot])
         return self.received
 
     def abandon(self) -> None:
@@ -187,12 +224,13 @@ class PeerTransfer:
         self.peers.abandon()
 
     def done(self) -> None:
-        """What reads the received tensors was given to the current stream: the slot may be written after it."""
+        """What reads the received tensors was given to the stream: the slot may be written after it."""
         slots = self.slots
         if not self.peers.close(self):
             return
         with slots.here():
-            slots.follow(slots.main())
+            # The side stream may still be sending from the slot, on around the ring.
+            slots.follow(self.main)
             for other in range(len(slots.memory)):
                 if other != slots.rank:
                     set_flag(slots.stream, slots.free(other, self.number % SLOTS, slots.rank), self.number)

@@ -28,7 +28,7 @@ from hal_attn.sequence_parallel.masks import masks_without_values, whole_masks
 from hal_attn.sequence_parallel.schedule import Schedule
 from hal_attn.sequence_parallel.sharding import Rows, Sharding
 from hal_attn.sequence_parallel.ulysses import HeadExchange, SideRows
-from hal_attn.sequence_parallel.whole import owners
+from hal_attn.sequence_parallel.whole import Placement, placed
 from hal_attn.sequence_parallel.work import RowSet
 
 # Kinds of call that a plan remembers; a model has a few.
@@ -61,8 +61,10 @@ class Plan:
         """What every rank needs, sends and computes."""
         about, groups = self.description, self.groups
         degree = groups.exchange_degree
-        kept = owners(about.own_tokens, degree) if about.whole else (None,) * len(about.lengths)
-        shape = (kept, degree, groups.ulysses, about.zigzag, about.batch is not None)
+        placement = Placement((None,) * len(about.lengths), {})
+        if about.whole:
+            placement = placed(about.own_tokens, degree, about.window_size)
+        shape = (placement, degree, groups.ulysses, about.zigzag, about.batch is not None, about.whole)
         queries = Sharding(about.lengths, about.prefix, about.suffix, *shape)
         keys = Sharding(about.lengths_k, about.key_ends, about.suffix, *shape)
         return Schedule(about, queries, keys, groups.kv_gather > 1)
@@ -192,6 +194,8 @@ class Plan:
         rank = groups.exchange_rank
         if groups.kv_gather > 1:
             seen = tuple(schedule.receives(reader) for reader in range(groups.kv_gather))
+            if not any(map(any, seen)):
+                return NoExchange()
             return GatherExchange(groups.exchanging, rank, schedule.sends(rank), seen, groups.peers)
         counts = tuple(rows.count for rows in schedule.travelling)
         return RingExchange(

@@ -33,9 +33,13 @@ def _head(plan: Plan) -> Iterator[str]:
     band = ["causal"] * (right == 0) + limits
     yield f"visible     {', '.join(band) or 'every key'}"
     yield f"layout      {'zigzag' if about.zigzag else 'contiguous'}: {about.why}"
-    whole = sum(owner is not None for owner in plan.schedule.queries.owners)
+    placement = plan.schedule.queries.placement
+    whole = sum(owner is not None for owner in placement.owners)
     if whole:
-        yield f"whole       {whole} of the sequences, each on one coordinate: others as long balance them"
+        how = "others as long balance them"
+        if placement.uneven:
+            how = f"the cut of sequence {next(iter(placement.uneven))} evens out what each has"
+        yield f"whole       {whole} of the sequences, each on one coordinate: {how}"
     replicated = {"prefix": about.prefix, "suffix": about.suffix, "key prefix": about.key_prefix}
     told = [f"{name} {_numbers(values)}" for name, values in replicated.items() if any(values)]
     if told:

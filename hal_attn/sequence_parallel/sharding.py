@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from hal_attn.sequence_parallel.blocks import Segment
-from hal_attn.sequence_parallel.spans import Span, Spans, deal, divide, give, tokens
+from hal_attn.sequence_parallel.spans import Span, Spans, deal, divide, divide_all, give, tokens
+from hal_attn.sequence_parallel.whole import Placement
 
 
 @dataclass(frozen=True)
@@ -102,26 +103,30 @@ class Rows:
 class Sharding:
     """Queries or keys of all sequences over `ring * ulysses` ranks; `prefix` and `suffix` tokens are on every rank.
 
-    `owners`: by sequence, the `ring` coordinate that has all of it, or None where it is cut. `alike`: sequences of one
-    length are cut alike, as a dense batch needs; else the longer shares take turns.
+    `placement`: which sequences are whole on a `ring` coordinate, or are cut otherwise than in like parts. `alike`:
+    sequences of one length are cut alike, as a dense batch needs; else the longer shares take turns. `as_one`: a
+    coordinate's tokens are one run for its `ulysses` ranks, of which each has a part that lies together.
     """
 
     lengths: tuple[int, ...]
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
-    owners: tuple[int | None, ...]
+    placement: Placement
     ring: int
     ulysses: int
     zigzag: bool
     alike: bool = False
+    as_one: bool = False
 
     @cached_property
     def _dealt(self) -> list[list[Spans]]:
         """`[sequence][ring coordinate]` -> its own spans."""
         dealt = []
         for index, (length, before, after) in enumerate(self._sequences()):
-            owner = self.owners[index]
-            if owner is None:
+            owner, uneven = self.placement.owners[index], self.placement.uneven.get(index)
+            if uneven is not None:
+                dealt.append(list(uneven))
+            elif owner is None:
                 dealt.append(deal(before, length - after, self.ring, self._turn(index), self.zigzag))
             else:
                 dealt.append(give(before, length - after, self.ring, owner))
@@ -133,8 +138,10 @@ class Sharding:
 
     def local(self, ring: int, ulysses: int) -> Rows:
         """What a rank holds before: its share of these."""
-        shares = [divide(s[ring], self.ulysses, self._turn(index))[ulysses] for index, s in enumerate(self._dealt)]
-        return self._rows(shares)
+        chunk = [sequence[ring] for sequence in self._dealt]
+        if self.as_one:
+            return self._rows(divide_all(chunk, self.ulysses)[ulysses])
+        return self._rows([divide(s, self.ulysses, self._turn(index))[ulysses] for index, s in enumerate(chunk)])
 
     def loads(self) -> list[int]:
         """Own tokens of each ring coordinate, over all sequences."""

@@ -52,24 +52,62 @@ def give(first: int, last: int, ranks: int, owner: int) -> list[Spans]:
     return [_kept([Span(first, last)]) if rank == owner else () for rank in range(ranks)]
 
 
+def nest(length: int, shares: Sequence[tuple[int, float]]) -> list[Spans] | None:
+    """`length` causal tokens for ranks that have a share each, of (tokens, twice the pairs of query and key), all of
+    which make the whole; None where it cannot be. As in a zigzag each rank takes from both ends of what is left:
+
+    ```
+    token  0 1 2 3 4 5 6 7 8 9      the more of a share lies at the end, the more pairs it has
+    rank   0 0 0 1 1 1 1 1 1 0
+    ```
+    """
+    first, last = 0, length
+    found = []
+    for count, pairs in shares[:-1]:
+        left = last - first - count
+        if count < 0 or left <= 0:
+            return None
+        # Tokens a to b have b * b - a * a; of both spans together that is linear in how many are in front.
+        front = round((2 * last * count - count * count - pairs) / (2 * left))
+        if not 0 <= front <= count:
+            return None
+        found.append(_joined([Span(first, first + front), Span(last - count + front, last)]))
+        first, last = first + front, last - count + front
+    return [*found, _kept([Span(first, last)])]
+
+
 def divide(spans: Spans, parts: int, turn: int) -> list[Spans]:
     """The tokens of `spans`, in order, in `parts` shares of like size; a share may be of several spans."""
+    return [_within(spans, share) for share in cut(0, tokens(spans), parts, turn)]
+
+
+def divide_all(sequences: Sequence[Spans], parts: int) -> list[list[Spans]]:
+    """As `divide` for the tokens of all sequences, one after another; by part, the spans of each sequence."""
+    ends = [0, *itertools.accumulate(map(tokens, sequences))]
     shares = []
-    for share in cut(0, tokens(spans), parts, turn):
-        taken, passed = [], 0
-        for span in spans:
-            start = max(share.start - passed, 0)
-            stop = min(share.stop - passed, span.length)
-            if start < stop:
-                taken.append(Span(span.start + start, span.start + stop))
-            passed += span.length
-        shares.append(tuple(taken))
+    for share in cut(0, ends[-1], parts):
+        of_share = []
+        for begin, spans in zip(ends, sequences, strict=False):
+            of_share.append(_within(spans, Span(share.start - begin, share.stop - begin)))
+        shares.append(of_share)
     return shares
 
 
 def tokens(spans: Sequence[Span]) -> int:
     """How many tokens these spans hold."""
     return sum(span.length for span in spans)
+
+
+def _within(spans: Spans, share: Span) -> Spans:
+    """The tokens of `spans`, counted from the first, that a share has."""
+    taken, passed = [], 0
+    for span in spans:
+        start = max(share.start - passed, 0)
+        stop = min(share.stop - passed, span.length)
+        if start < stop:
+            taken.append(Span(span.start + start, span.start + stop))
+        passed += span.length
+    return tuple(taken)
 
 
 def _kept(spans: Sequence[Span]) -> Spans:

@@ -21,7 +21,8 @@ def cases(draw, world, dtypes=(torch.float32, torch.float32, torch.float32, torc
     dense = draw(st.sampled_from([False, False, True]))
     count = draw(st.integers(1, 4))
     lengths = draw(st.lists(st.integers(0, 14), min_size=1 if dense else count, max_size=1 if dense else count))
-    ends = [draw(replicated(length)) for length in lengths]
+    alone = draw(st.sampled_from([False, False, True]))
+    ends = [(0, 0) if alone else draw(replicated(length)) for length in lengths]
     firsts = draw(st.sampled_from([[0] * len(lengths), None])) or [draw(st.integers(0, 3)) for _ in lengths]
     lengths_k = [length + first for length, first in zip(lengths, firsts, strict=True)]
     if draw(st.sampled_from([False, False, True])):
@@ -43,7 +44,7 @@ def cases(draw, world, dtypes=(torch.float32, torch.float32, torch.float32, torc
         dtype=draw(st.sampled_from(dtypes)),
         causal=draw(st.booleans()),
         window_size=draw(st.one_of(st.none(), st.none(), st.tuples(edge, edge))),
-        layout=draw(st.sampled_from(["auto", "contiguous", "zigzag"])),
+        layout=draw(st.sampled_from(["auto", "auto", "contiguous", "zigzag"])),
         prefix=tuple(before for before, _ in ends) * repeat,
         suffix=tuple(after for _, after in ends) * repeat,
         key_prefix=tuple(firsts) * repeat,

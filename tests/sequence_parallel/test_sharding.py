@@ -3,8 +3,10 @@
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hal_attn import InvalidAttentionInputError
+from hal_attn.sequence_parallel.spans import Span, divide_all, nest, tokens
 from tests.sequence_parallel.case import Case, Degrees, groups, plan_of, plans
 from tests.sequence_parallel.strategies import cases
 
@@ -70,6 +72,42 @@ def test_contiguous_shares_as_documented():
 def test_zigzag_shares_as_documented():
     held = [plan.positions.tolist() for plan in plans(Case(Degrees(ring=2), (8,), layout="zigzag"))]
     assert held == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([(4, 32), (4, 32)], [[(0, 2), (6, 8)], [(2, 6)]]),
+        ([(4, 16), (4, 48)], [[(0, 4)], [(4, 8)]]),
+        ([(4, 44), (4, 20)], [[(4, 8)], [(0, 4)]]),
+        ([(2, 16), (4, 32), (2, 16)], [[(0, 1), (7, 8)], [(1, 3), (5, 7)], [(3, 5)]]),
+        ([(8, 64), (0, 0)], None),
+        ([(9, 64), (-1, 0)], None),
+        ([(4, 100), (4, -36)], None),
+        ([(0, 0), (8, 64)], [[], [(0, 8)]]),
+    ],
+)
+def test_nest(shares, expected):
+    found = nest(8, shares)
+    assert (found and [list(map(tuple, spans)) for spans in found]) == expected
+
+
+@settings(max_examples=300)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=6), st.integers(1, 4))
+def test_all_sequences_divided_as_one_run(counts, parts):
+    """Spans with gaps between them; the parts follow one another, and differ by one token at most."""
+    sequences = []
+    for each in counts:
+        ends = [sum(each[:index]) + 2 * index for index in range(len(each))]
+        sequences.append(tuple(Span(start, start + count) for start, count in zip(ends, each, strict=True) if count))
+    found = divide_all(sequences, parts)
+    sizes = [sum(map(tokens, part)) for part in found]
+    assert max(sizes) - min(sizes) <= 1
+
+    def places(each):
+        return [(index, place) for index, spans in enumerate(each) for span in spans for place in range(*span)]
+
+    assert [token for part in found for token in places(part)] == places(sequences)
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=named)

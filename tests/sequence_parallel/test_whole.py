@@ -1,10 +1,11 @@
-"""Sequences of a packed batch that lie whole on one coordinate, because others as long balance them."""
+"""Sequences of a packed batch that lie whole on one coordinate, because others balance them, or how one is cut."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hal_attn.sequence_parallel.whole import Tokens, owners
+from hal_attn.sequence_parallel.whole import Tokens, owners, placed
+from hal_attn.sequence_parallel.work import visible_pairs
 from tests.sequence_parallel.case import Case, Degrees, groups, plan_of, plans, tensors
 from tests.sequence_parallel.watching import watching
 
@@ -57,6 +58,78 @@ def test_no_coordinate_has_much_more(lengths, coordinates):
     assert sum(owner is not None for owner in found) % coordinates == 0
 
 
+CAUSAL, FULL, WINDOW = (-1, 0), (-1, -1), (100, 0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "coordinates", "band", "expected", "uneven"),
+    [
+        # One is cut, the longest, so that both have as many tokens and as much work.
+        ((8192, 4096, 2048, 1024, 1024), 2, CAUSAL, (None, 0, 1, 0, 1), {0}),
+        ((900, 512, 400, 64, 7), 2, CAUSAL, (None, 0, 1, 1, 1), {0}),
+        ((64, 900, 400), 3, CAUSAL, (0, None, None), {1}),
+        # Others about as long balance what is whole, and no other has to be cut.
+        ((600, 400, 395, 205), 2, FULL, (None, 0, 1, None), set()),
+        ((1600, 800, 20, 1595, 795, 11), 2, FULL, (0, 1, 1, 1, 0, 0), set()),
+        ((1600, 1600, 6), 2, CAUSAL, (0, 1, 0), set()),
+        # Without a cut that evens out, the longest are cut in like parts.
+        ((8192, 4096, 2048, 128, 64), 2, FULL, (None, None, None, 0, 1), set()),
+        ((640, 320, 100, 420, 90), 2, FULL, (None, None, 0, None, 1), set()),
+        ((8, 4), 2, FULL, (None, None), set()),
+        ((8, 4), 1, CAUSAL, (None, None), set()),
+        ((8,), 2, CAUSAL, (None,), set()),
+        ((), 2, CAUSAL, (), set()),
+    ],
+)
+def test_placed(lengths, coordinates, band, expected, uneven):
+    found = placed([Tokens(length, length) for length in lengths], coordinates, band)
+    assert found.owners == expected
+    assert found.uneven.keys() == uneven
+
+
+def test_only_causal_queries_that_are_the_keys_are_cut_unevenly():
+    assert placed([Tokens(90, 90), Tokens(40, 40)], 2, CAUSAL).uneven
+    assert not placed([Tokens(90, 91), Tokens(40, 40)], 2, CAUSAL).uneven
+    assert not placed([Tokens(90, 90), Tokens(40, 40)], 2, (80, 0)).uneven
+    assert not placed([Tokens(90, 90), Tokens(40, 40, (0, 2, 0))], 2, CAUSAL).uneven
+    # What is whole may be of any form.
+    assert placed([Tokens(90, 90), Tokens(40, 60), Tokens(40, 60)], 2, CAUSAL).owners == (None, 0, 1)
+    assert placed([Tokens(90, 90), Tokens(30, 40)], 2, CAUSAL).uneven
+
+
+@settings(max_examples=400)
+@given(st.lists(st.integers(0, 3000), max_size=60), st.integers(2, 5), st.sampled_from([CAUSAL, FULL, WINDOW]))
+def test_what_is_not_cut_in_like_parts_is_balanced(lengths, coordinates, band):
+    found = placed([Tokens(length, length) for length in lengths], coordinates, band)
+    tokens, pairs, longest = [0] * coordinates, [0] * coordinates, max(lengths, default=0)
+    for index, (length, owner) in enumerate(zip(lengths, found.owners, strict=True)):
+        if owner is not None:
+            tokens[owner] += length
+            pairs[owner] += visible_pairs(length, length, *band)
+        for coordinate, spans in enumerate(found.uneven.get(index, ())):
+            tokens[coordinate] += sum(span.length for span in spans)
+            pairs[coordinate] += sum(sum(range(span.start + 1, span.stop + 1)) for span in spans)
+        if index in found.uneven:
+            assert owner is None
+            covered = sorted(span for spans in found.uneven[index] for span in spans)
+            assert [place for span in covered for place in range(*span)] == list(range(length))
+    if found.uneven:
+        assert max(tokens) - min(tokens) <= 1
+        assert max(pairs) - min(pairs) <= 4 * longest
+    else:
+        # Nearly alike, of everything; of sequences about as long as one another, of one of them.
+        every = sum(visible_pairs(length, length, *band) for length in lengths) / coordinates
+        assert max(tokens) - min(tokens) <= max(sum(lengths) / coordinates, longest) / 64
+        assert max(pairs) - min(pairs) <= max(every / 64, visible_pairs(longest, longest, *band) * 2.1 / 64)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(1, 4000), min_size=16, max_size=16), st.integers(2, 4))
+def test_few_are_cut_under_causal(lengths, coordinates):
+    found = placed([Tokens(length, length) for length in lengths], coordinates, CAUSAL)
+    assert sum(owner is None for owner in found.owners) <= 8
+
+
 def held(lengths, **options):
     return [
         sorted(set(plan.rows.lengths)) and _tokens(plan) for plan in plans(Case(Degrees(ring=2), lengths, **options))
@@ -78,6 +151,43 @@ def test_the_report_says_how_many():
     texts = [str(plan) for plan in plans(Case(Degrees(ring=2), (8, 8, 4)))]
     assert all("whole       2 of the sequences, each on one coordinate" in text for text in texts)
     assert "whole " not in str(plans(Case(Degrees(ring=2), (8, 4)))[0])
+    uneven = [str(plan) for plan in plans(Case(Degrees(ring=2), (4, 80, 40, 20, 10), causal=True))]
+    assert all("each on one coordinate: the cut of sequence 1 evens out what each has" in text for text in uneven)
+    assert "whole       4 of the sequences" in uneven[0]
+
+
+@pytest.mark.parametrize("degrees", [Degrees(ring=2), Degrees(kv_gather=3), Degrees(ulysses=2, ring=2)], ids=str)
+def test_an_uneven_cut_balances_rows_and_work(degrees):
+    made = plans(Case(degrees, (1000, 500, 250, 125, 60, 60), causal=True))
+    rows = [plan.rows.count for plan in made]
+    assert max(rows) - min(rows) <= 2
+    assert made[0].schedule.queries.placement.uneven
+    schedule = made[0].schedule
+    scores = [sum(call.scores for hop in schedule.calls(rank) for call in hop) for rank in range(schedule.ranks)]
+    assert max(scores) <= 1.01 * min(scores)
+
+
+def test_what_is_cut_unevenly_takes_no_gathers():
+    """One call at each hop, on views of the rows."""
+    for plan in plans(Case(Degrees(ring=2), (1000, 500, 250, 125, 60, 60), causal=True)):
+        calls = [call for hop in plan.schedule.calls(plan.groups.rank) for call in hop]
+        assert len(calls) == 2
+        assert all(rows.index is None for call in calls for rows in (call.queries, call.keys))
+
+
+def test_ulysses_takes_the_batch_as_one_run():
+    """So that what arrives is in order, and what leaves lies together."""
+    for degrees in (Degrees(ulysses=3), Degrees(ulysses=2, ring=2)):
+        for plan in plans(Case(degrees, (40, 7, 0, 3, 21, 30))):
+            for side in (plan.engine.queries, plan.engine.keys):
+                assert side.arrange.all
+                assert all(rows.index is None for rows in side.of_rank)
+    rows = [plan.rows.count for plan in plans(Case(Degrees(ulysses=4), (1,) * 9 + (9, 3)))]
+    assert max(rows) - min(rows) <= 1
+    named = plans(Case(Degrees(ulysses=2), (4, 6), layout="contiguous"))
+    assert [plan.positions.tolist() for plan in named] == [[0, 1, 0, 1, 2], [2, 3, 3, 4, 5]]
+    alone = plans(Case(Degrees(ulysses=2), (4, 6)))
+    assert [plan.positions.tolist() for plan in alone] == [[0, 1, 2, 3, 0], [1, 2, 3, 4, 5]]
 
 
 def travelling(case):
@@ -93,6 +203,6 @@ def travelling(case):
 def test_nothing_of_them_travels(pool, mode):
     row = 2 * 2 * 8 * 4
     all_whole = Case(Degrees(**{mode: 2}), (12, 8, 12, 8), heads=2, kv_heads=2, head_dim=8)
-    assert [sent for _, sent in pool(2).run(travelling, all_whole)] == [0, 0]
+    assert pool(2).run(travelling, all_whole) == [(["attend"], 0)] * 2
     one_cut = all_whole.but(lengths=(12, 8, 12, 8, 6))
     assert [sent for _, sent in pool(2).run(travelling, one_cut)] == [3 * row, 3 * row]
