@@ -12,7 +12,7 @@ from torch import Tensor
 from hal_attn.capabilities import Capabilities
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
 from hal_attn.portable.bias import joined_bias
-from hal_attn.portable.generation import compute_capability, repeatable_backward_rule
+from hal_attn.portable.generation import compute_capability, grid_rule, repeatable_backward_rule
 from hal_attn.portable.lse import packed_lse
 from hal_attn.portable.operators import aligned, operator_parameters, wants_gradient
 from hal_attn.refusal import Refusal
@@ -72,7 +72,7 @@ class TorchEfficientBackend(BatchedKernel, PackedKernel):
         capability = compute_capability(self.architecture(request.device))
         if request.dtype == torch.bfloat16 and capability is not None and capability < 80:
             refusals += (Refusal("dtype", f"bfloat16 on sm{capability}", "sm80 or later, or float16"),)
-        refusals += repeatable_backward_rule(request)
+        refusals += repeatable_backward_rule(request) + grid_rule(request)
         masked = request.mask != "none" or request.key_padding_mask
         return refusals if masked else refusals + self._band_rules(request)
 

@@ -18,6 +18,7 @@ from hal_attn.portable.generation import (
     capability_rule,
     compute_capability,
     flash2_backward_rule,
+    grid_rule,
     repeatable_backward_rule,
 )
 from hal_attn.portable.lse import packed_lse
@@ -72,7 +73,7 @@ class TorchFlashBackend(BatchedKernel, PackedKernel):
         refusals = super().refusals(request)
         refusals += capability_rule(architecture, 80, "FlashAttention 2")
         refusals += flash2_backward_rule(request, architecture) + window_rule(request) + positive_scale_rule(request)
-        refusals += repeatable_backward_rule(request)
+        refusals += repeatable_backward_rule(request) + grid_rule(request)
         dim = max(request.head_dim, request.value_head_dim)
         return refusals + _swapped_rules(active_flash_impl(), architecture, request.dropout_p, dim)
 

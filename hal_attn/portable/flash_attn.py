@@ -12,7 +12,7 @@ from hal_attn.capabilities import Capabilities
 from hal_attn.guard import attempt
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
 from hal_attn.portable.flash_rules import longest_lengths, positive_scale_rule, window_rule
-from hal_attn.portable.generation import capability_rule, flash2_backward_rule
+from hal_attn.portable.generation import capability_rule, flash2_backward_rule, grid_rule
 from hal_attn.portable.lse import packed_lse
 from hal_attn.portable.operators import aligned
 from hal_attn.probing import has_parameter
@@ -56,6 +56,7 @@ class FlashAttentionBackend(BatchedKernel, PackedKernel):
         refusals = super().refusals(request)
         refusals += capability_rule(architecture, 80, "FlashAttention 2")
         refusals += flash2_backward_rule(request, architecture) + window_rule(request) + positive_scale_rule(request)
+        refusals += grid_rule(request)
         if request.softcap > 0 and request.dropout_p > 0:
             refusals += (Refusal("softcap", f"{request.softcap} with dropout", "one of the two"),)
         function = getattr(attempt(lambda: self.library, None)[0], "flash_attn_func", None)

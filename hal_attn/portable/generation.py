@@ -5,11 +5,26 @@ from __future__ import annotations
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 
+# Of the second and third dimension of a grid, on NVIDIA's devices and on AMD's.
+MOST_IN_GRID = 65_535
+
 
 def compute_capability(architecture: str) -> int | None:
     """90 for "sm90"; None for a device of another vendor, or of an unknown generation."""
     number = architecture.removeprefix("sm")
     return int(number) if number != architecture and number.isdecimal() else None
+
+
+def grid_rule(request: AttentionRequest) -> tuple[Refusal, ...]:
+    """For kernels that count sequences and heads in the second and third dimension of their grid, where there is room
+    for 65,535: one more fails as it is launched (FlashAttention 2, CUTLASS's in PyTorch, cuDNN's backward pass; seen on
+    an H200 with PyTorch 2.11, 70,000 sequences)."""
+    counts = {"batch": (request.batch, "sequences"), "heads": (request.heads, "heads")}
+    return tuple(
+        Refusal(name, f"{count} {what}", f"at most {MOST_IN_GRID}, as many as a grid counts", "make several calls")
+        for name, (count, what) in counts.items()
+        if count > MOST_IN_GRID
+    )
 
 
 def capability_rule(architecture: str, least: int, library: str) -> tuple[Refusal, ...]:

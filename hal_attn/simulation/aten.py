@@ -16,6 +16,7 @@ from hal_attn.simulation.attention import (
     Band,
     attend,
     attend_packed,
+    check_grid,
     check_loads,
     partial_gradients_packed,
     spoiled_by_scale,
@@ -65,6 +66,7 @@ class SimulatedAten:
         must(seqused_k is None and block_table is None, "the simulation has no paged keys")
         must(alibi_slopes is None, "This flash attention build does not support alibi.")
         _check_flash(query, key, value)
+        check_grid(query, cum_seq_q)
         band = _flash_band(is_causal, window_size_left, window_size_right, max_k)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         options = {"scale": scale, "dropout_p": dropout_p}
@@ -134,6 +136,7 @@ class SimulatedAten:
         window_size: int | None = None,
     ) -> EfficientResult:
         _check_efficient(query, key, value, bias, (custom_mask_type, window_size))
+        check_grid(query, cu_seqlens_q)
         inputs = [tensor for tensor in (query, key, value, bias) if tensor is not None]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             must(compute_log_sumexp, "the backward pass reads a logsumexp that was not computed")

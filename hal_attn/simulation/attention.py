@@ -109,6 +109,13 @@ def check_loads(*tensors: Tensor, first: int = 0, multiple: int = 8) -> None:
             raise RuntimeError(f"misaligned address: strides {tensor.stride()}, offset {tensor.storage_offset()}")
 
 
+def check_grid(query: Tensor, cu_seqlens: Tensor | None = None) -> None:
+    """The launch of a kernel that counts sequences and heads in dimensions of its grid of 65,535."""
+    sequences = query.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if max(sequences, query.shape[-2]) > 65_535:
+        raise RuntimeError("CUDA error: invalid argument")
+
+
 def attend_packed(
     query: Tensor,
     key: Tensor,

@@ -8,7 +8,15 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from hal_attn.simulation.attention import Attended, Band, attend, attend_packed, check_loads, spoiled_by_scale
+from hal_attn.simulation.attention import (
+    Attended,
+    Band,
+    attend,
+    attend_packed,
+    check_grid,
+    check_loads,
+    spoiled_by_scale,
+)
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
 
@@ -36,6 +44,7 @@ def _flash_attn_func(empty_lse: float) -> Callable[..., Result]:
         return_attn_probs: bool = False,
     ) -> Result:
         _check(q, k, v, softcap, dropout_p, alibi_slopes)
+        check_grid(q)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         attended = attend(
             q,
@@ -72,6 +81,7 @@ def _flash_attn_varlen_func(empty_lse: float) -> Callable[..., Result]:
         block_table: Tensor | None = None,
     ) -> Result:
         _check(q, k, v, softcap, dropout_p, alibi_slopes)
+        check_grid(q, cu_seqlens_q)
         check_offsets(cu_seqlens_q, max_seqlen_q)
         check_offsets(cu_seqlens_k, max_seqlen_k)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

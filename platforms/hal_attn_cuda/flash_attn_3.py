@@ -16,7 +16,7 @@ from hal_attn.capabilities import Capabilities
 from hal_attn.guard import attempt
 from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKernel
 from hal_attn.portable.flash_rules import positive_scale_rule
-from hal_attn.portable.generation import compute_capability
+from hal_attn.portable.generation import compute_capability, grid_rule
 from hal_attn.portable.operators import aligned, operator_parameters
 from hal_attn.probing import has_parameter, versions_of
 from hal_attn.refusal import Refusal
@@ -108,6 +108,9 @@ class FlashAttention3Backend(BatchedKernel, PackedKernel):
         refusals = super().refusals(request)
         refusals += _device_rule(self.architecture(request.device), library)
         refusals += positive_scale_rule(request)
+        if request.wants_gradient:
+            # What prepares its sums counts so (`flash_bwd_launch_template.h`); the forward pass does not.
+            refusals += grid_rule(request)
         dim = max(request.head_dim, request.value_head_dim)
         if request.deterministic and request.wants_gradient and dim > 192:
             refusals += (Refusal("deterministic", f"head dim {dim} with gradients", "a head dim of at most 192"),)

@@ -14,15 +14,13 @@ from hal_attn.kernels import BatchedKernel, KernelCall, KernelResult, PackedKern
 from hal_attn.masks import edges
 from hal_attn.packing import PackedSequences
 from hal_attn.portable.flash_rules import positive_scale_rule
-from hal_attn.portable.generation import capability_rule, compute_capability
+from hal_attn.portable.generation import MOST_IN_GRID, capability_rule, compute_capability, grid_rule
 from hal_attn.portable.operators import aligned, wants_gradient
 from hal_attn.refusal import Refusal
 from hal_attn.request import AttentionRequest
 
 LATENT = (192, 128)
 BACKWARD_MULTIPLE = 32
-# CUDA's limit for the second and third dimension of a grid.
-MOST_IN_GRID = 65_535
 
 
 class FlashAttention4Backend(BatchedKernel, PackedKernel):
@@ -69,6 +67,8 @@ class FlashAttention4Backend(BatchedKernel, PackedKernel):
         architecture = self.architecture(request.device)
         refusals = super().refusals(request) + capability_rule(architecture, 80, "FlashAttention 4")
         refusals += positive_scale_rule(request)
+        if not request.packed:
+            refusals += grid_rule(request)
         capability = compute_capability(architecture)
         return refusals if capability is None else refusals + _generation_rules(request, capability // 10)
 

@@ -9,6 +9,7 @@ from functools import cache, partial
 import torch
 
 from hal_attn import PackedSequences, attention, explain, varlen_attention
+from hal_attn.errors import UnsupportedAttentionError
 from hal_attn.registry import default_registry
 from tests.cuda.calls import HALF
 from tests.support import assert_close_to_oracle, call, dense, expected, packed, randn
@@ -204,6 +205,26 @@ def packed_call_twice(backend, **options):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return first, second
+
+
+def difference_at_the_end(backend, count, queries, keys, device="cuda"):
+    """Of output and gradients of the last of `count` sequences, from those of a call of it alone: the largest, in parts
+    of the largest value; None where the backend refuses."""
+    shapes = [(count, queries, 4, 128), (count, keys, 4, 128), (count, keys, 4, 128)]
+    generator = torch.Generator(device).manual_seed(0)
+    make = partial(torch.randn, generator=generator, device=device, dtype=HALF)
+    tensors = [make(shape).requires_grad_() for shape in shapes]
+    last = [tensor[-1:].detach().requires_grad_() for tensor in tensors]
+    gradient = make((1, queries, 4, 128))
+    try:
+        whole = attention(*tensors, backend=backend)
+    except UnsupportedAttentionError:
+        return None
+    alone = attention(*last, backend=backend)
+    found = [whole, *torch.autograd.grad(whole, tensors, gradient.expand_as(whole))]
+    right = [alone, *torch.autograd.grad(alone, last, gradient)]
+    pairs = zip(found, right, strict=True)
+    return max(((a[-1:] - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 def table(cells):

@@ -58,5 +58,18 @@ def test_packed_calls_never_wait(installed, backend):
         torch.testing.assert_close(second, first)
 
 
+MANY = [(70_000, 2, 2), (400, 10_496, 128)]
+
+
+@pytest.mark.parametrize(("count", "queries", "keys"), MANY, ids=["grid", "2^31"])
+@pytest.mark.parametrize("backend", [None, *hardware.BACKENDS])
+def test_many_sequences_are_right_to_the_last(installed, backend, count, queries, keys):
+    """More than a dimension of a grid counts, and more elements than 32 bits do: right, or refused by name."""
+    if backend is None or installed(backend):
+        found = hardware.difference_at_the_end(backend, count, queries, keys)
+        assert found is None or found < 2**-5
+        assert backend is not None or found is not None
+
+
 def test_the_choice_for_measured_shapes_is_made(cells):
     assert len(hardware.chosen()) == len(hardware.SHAPES) + len(hardware.PACKED_SHAPES)

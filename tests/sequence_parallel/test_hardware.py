@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hal_attn.sequence_parallel.partial import PartialStates
 from hal_attn.sequence_parallel.work import RowSet
 from tests.support import randn
 
+ONE_RANK = str(Path(__file__).parents[2] / "ci" / "bench" / "one_rank.py")
 LENGTHS = (700, 1, 64, 1300, 5)
 
 
@@ -126,3 +128,14 @@ def test_what_copy_engines_send_is_what_nccl_sends(mode):
     assert done.returncode == 0, done.stderr[-3000:]
     expected = "refused, several ranks share a GPU" if torch.cuda.device_count() == 1 else "as by NCCL"
     assert f"{mode}: {expected}" in done.stdout
+
+
+@pytest.mark.cuda
+def test_each_rank_alone_on_one_gpu():
+    """`ci/bench/one_rank.py`: the ways by copies end where nobody else is there, and are timed."""
+    assert torch.cuda.is_available(), "these tests were asked for, and there is no NVIDIA device"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", ONE_RANK]
+    command += ["--tokens", "2048", "--modes", "ring,kv_gather,ulysses", "--backend", "torch_flash"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("of the ideal; ms a layer") == 4 * 3

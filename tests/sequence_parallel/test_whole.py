@@ -1,6 +1,9 @@
 """Sequences of a packed batch that lie whole on one coordinate, because others balance them, or how one is cut."""
 
+import random
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,11 +126,15 @@ def test_what_is_not_cut_in_like_parts_is_balanced(lengths, coordinates, band):
         assert max(pairs) - min(pairs) <= max(every / 64, visible_pairs(longest, longest, *band) * 2.1 / 64)
 
 
-@settings(max_examples=200)
-@given(st.lists(st.integers(1, 4000), min_size=16, max_size=16), st.integers(2, 4))
-def test_few_are_cut_under_causal(lengths, coordinates):
-    found = placed([Tokens(length, length) for length in lengths], coordinates, CAUSAL)
-    assert sum(owner is None for owner in found.owners) <= 8
+@pytest.mark.parametrize(("count", "most"), [(16, 1.6), (64, 0.1)])
+@pytest.mark.parametrize("coordinates", [2, 3, 4])
+def test_few_are_cut_under_causal(count, most, coordinates):
+    """On average, as the docs say."""
+    draw, cut = random.Random(0), 0
+    for _ in range(100):
+        batch = [Tokens(length, length) for length in draw.choices(range(32, 4097), k=count)]
+        cut += placed(batch, coordinates, CAUSAL).owners.count(None)
+    assert cut / 100 <= most
 
 
 def held(lengths, **options):
@@ -197,6 +204,18 @@ def travelling(case):
     with watching() as log:
         plan.attention(*local)
     return log.events, sum(sum(to.values()) for to in log.sent)
+
+
+def said(case):
+    plan = groups(case.degrees).plan(list(case.lengths), num_heads=4, head_dim=8, dtype=torch.float32)
+    return str(plan)
+
+
+@pytest.mark.parametrize("mode", ["ring", "kv_gather"])
+def test_the_report_where_nothing_travels(pool, mode):
+    for text in pool(2).run(said, Case(Degrees(**{mode: 2}), (12, 8, 12, 8))):
+        assert "forward: this rank sends 0 B a layer" in text
+        assert "and backward: this rank sends 0 B a layer" in text
 
 
 @pytest.mark.parametrize("mode", ["ring", "kv_gather"])

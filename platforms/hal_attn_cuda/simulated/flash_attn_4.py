@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hal_attn.portable.generation import compute_capability
 from hal_attn.simulation.aten import ALIGNMENT, host_offsets
-from hal_attn.simulation.attention import Band, attend, attend_packed, check_loads, spoiled_by_scale
+from hal_attn.simulation.attention import Band, attend, attend_packed, check_grid, check_loads, spoiled_by_scale
 from hal_attn_cuda.simulated.flash_attn_4_backward import simulated_interface
 
 Result = tuple[Tensor, Tensor | None]
@@ -128,6 +128,7 @@ class SimulatedFlashAttention4:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
         if offsets is None:
+            check_grid(q)
             attended = attend(q, k, v, visible=band.visible(q.shape[1], k.shape[1]), **options)
         else:
             attended = attend_packed(q, k, v, *offsets, band=band, **options)
