@@ -38,7 +38,7 @@ def _head(plan: Plan) -> Iterator[str]:
     if whole:
         how = "others as long balance them"
         if placement.uneven:
-            how = f"the cut of sequence {next(iter(placement.uneven))} evens out what each has"
+            how = f"the cut of {' and '.join(map(str, placement.uneven))} evens out what each has"
         yield f"whole       {whole} of the sequences, each on one coordinate: {how}"
     replicated = {"prefix": about.prefix, "suffix": about.suffix, "key prefix": about.key_prefix}
     told = [f"{name} {_numbers(values)}" for name, values in replicated.items() if any(values)]
