@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = {
     "dense": {"batch": 2, "seqlen": 13},
     "causal": {"lengths": [17, 1, 0, 9], "causal": True},
-    "window": {"lengths": [24, 6], "causal": True, "window_size": (3, 0)},
+    "window": {"lengths": [24, 6], "causal": True, "window_size": (3, 0), "layout": "contiguous"},
     "replicated": {"lengths": [15, 8], "replicated_prefix": 2, "replicated_suffix": [1, 0], "key_prefix": 1},
 }
 DEGREES = {

@@ -138,10 +138,15 @@ class Sharding:
 
     def local(self, ring: int, ulysses: int) -> Rows:
         """What a rank holds before: its share of these."""
-        chunk = [sequence[ring] for sequence in self._dealt]
         if self.as_one:
-            return self._rows(divide_all(chunk, self.ulysses)[ulysses])
-        return self._rows([divide(s, self.ulysses, self._turn(index))[ulysses] for index, s in enumerate(chunk)])
+            return self._rows(self._runs[ring][ulysses])
+        shares = [divide(s[ring], self.ulysses, self._turn(index))[ulysses] for index, s in enumerate(self._dealt)]
+        return self._rows(shares)
+
+    @cached_property
+    def _runs(self) -> list[list[list[Spans]]]:
+        """`[ring coordinate][rank of its heads][sequence]` -> own spans, of each coordinate's tokens as one run."""
+        return [divide_all([sequence[ring] for sequence in self._dealt], self.ulysses) for ring in range(self.ring)]
 
     def loads(self) -> list[int]:
         """Own tokens of each ring coordinate, over all sequences."""

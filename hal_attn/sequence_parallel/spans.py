@@ -83,14 +83,16 @@ def divide(spans: Spans, parts: int, turn: int) -> list[Spans]:
 
 def divide_all(sequences: Sequence[Spans], parts: int) -> list[list[Spans]]:
     """As `divide` for the tokens of all sequences, one after another; by part, the spans of each sequence."""
-    ends = [0, *itertools.accumulate(map(tokens, sequences))]
-    shares = []
-    for share in cut(0, ends[-1], parts):
-        of_share = []
-        for begin, spans in zip(ends, sequences, strict=False):
-            of_share.append(_within(spans, Span(share.start - begin, share.stop - begin)))
-        shares.append(of_share)
-    return shares
+    shares = cut(0, sum(map(tokens, sequences)), parts)
+    found: list[list[Spans]] = [[()] * len(sequences) for _ in shares]
+    begin = 0
+    for index, spans in enumerate(sequences):
+        end = begin + tokens(spans)
+        for part, share in enumerate(shares):
+            if share.start < end and begin < share.stop:
+                found[part][index] = _within(spans, Span(share.start - begin, share.stop - begin))
+        begin = end
+    return found
 
 
 def tokens(spans: Sequence[Span]) -> int:
