@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hal_attn.errors import InvalidAttentionInputError
 from hal_attn.sequence_parallel.blocks import Band
+from hal_attn.sequence_parallel.spans import deal
 from hal_attn.sequence_parallel.whole import Tokens
+from hal_attn.sequence_parallel.work import visible_to
 
 Layout = Literal["auto", "contiguous", "zigzag"]
 Masks = Literal["whole", "sharded"]
 PerSequence = int | Sequence[int]
+
+# In a window a zigzag sends more keys; it is taken where contiguous parts are more uneven than by so much.
+_WORTH_IT = 1.05
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ def describe(
     seqlen: int | None,
     seqlen_k: int | None,
     *,
-    exchanging: bool,
+    coordinates: int,
     causal: bool,
     window_size: tuple[int | None, int | None] | None,
     layout: Layout,
@@ -76,7 +82,8 @@ def describe(
     key_prefix: PerSequence,
     masks: Masks,
 ) -> Description:
-    """The description of a packed batch (`lengths`) or a dense one (`batch`, `seqlen`).
+    """The description of a packed batch (`lengths`) or a dense one (`batch`, `seqlen`), whose keys are exchanged by so
+    many coordinates.
 
     Raises:
         InvalidAttentionInputError: an argument that cannot be, by its name.
@@ -101,24 +108,48 @@ def describe(
     _check_room(own, keys, prefix, suffix, first)
     if masks not in get_args(Masks):
         raise InvalidAttentionInputError("masks", repr(masks), "'whole' or 'sharded'")
-    band = _band(causal, window_size)
-    zigzag, why = _layout(layout, exchanging, band)
+    band = _without_idle_edges(_band(causal, window_size), own, keys)
+    zigzag, why = _layout(layout, coordinates, band, list(zip(own, keys, strict=True)))
     whole = layout == "auto" and batch is None
     return Description(own, keys, batch, band, zigzag, why, whole, prefix, suffix, first, masks)
 
 
-def _layout(layout: Layout, exchanging: bool, band: tuple[int, int]) -> tuple[bool, str]:
+def _without_idle_edges(band: tuple[int, int], lengths: tuple[int, ...], lengths_k: tuple[int, ...]) -> tuple[int, int]:
+    """An edge that hides nothing in any sequence becomes -1, so that a wide window is treated as what it is."""
+    left, right = band
+    if left >= max(lengths_k, default=0) - 1:
+        left = -1
+    if right > 0 and right >= max(lengths, default=0) - 1:
+        right = -1
+    return left, right
+
+
+def _layout(
+    layout: Layout, coordinates: int, band: tuple[int, int], sequences: Sequence[tuple[int, int]]
+) -> tuple[bool, str]:
     if layout not in get_args(Layout):
         raise InvalidAttentionInputError("layout", repr(layout), "'auto', 'contiguous' or 'zigzag'")
     if layout != "auto":
         return layout == "zigzag", "asked for"
-    if not exchanging:
+    if coordinates == 1:
         return False, "no keys are exchanged, so every layout does the same work"
     if band == (-1, 0):
         return True, "causal: the first tokens see few keys and the last see many, so each rank has some of both"
     if band == (-1, -1):
         return False, "every query sees every key, so any layout is balanced"
+    contiguous, zigzag = (_most_work(sequences, coordinates, band, way) for way in (False, True))
+    if contiguous > _WORTH_IT * zigzag:
+        return True, "a long window: the first tokens see few keys and the last see many, so each rank has some of both"
     return False, "a window: each query sees keys near to it, which are then mostly at hand"
+
+
+def _most_work(sequences: Sequence[tuple[int, int]], coordinates: int, band: tuple[int, int], zigzag: bool) -> int:
+    """Of the coordinates, the most pairs of query and key, with every sequence cut."""
+    pairs = [0] * coordinates
+    for (queries, keys), count in Counter(sequences).items():
+        for coordinate, spans in enumerate(deal(0, queries, coordinates, 0, zigzag)):
+            pairs[coordinate] += count * sum(visible_to(*span, queries, keys, *band) for span in spans)
+    return max(pairs)
 
 
 def _band(causal: bool, window_size: tuple[int | None, int | None] | None) -> tuple[int, int]:

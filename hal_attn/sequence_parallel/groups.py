@@ -180,7 +180,7 @@ class SequenceParallelGroups:
             batch, seqlen, seqlen_k: a dense batch instead.
             causal, window_size: as in `attention`, aligned bottom right over whole sequences.
             layout: "contiguous", "zigzag" (equal causal work), or "auto", the one that suits; with it as few packed
-                sequences are cut as leave the ranks balanced (within 1 part in 64), and the others lie whole on one.
+                sequences are cut as leave the ranks balanced (within 1 part in 64 or a token), the others whole.
             replicated_prefix, replicated_suffix: tokens at both ends of each sequence that every rank holds, as queries
                 and keys; one number or one for each sequence.
             key_prefix: keys before these that every rank holds and that have no query.

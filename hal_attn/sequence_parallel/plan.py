@@ -63,7 +63,7 @@ class Plan:
         degree = groups.exchange_degree
         placement = Placement((None,) * len(about.lengths), {})
         if about.whole:
-            placement = placed(about.own_tokens, degree, about.window_size)
+            placement = placed(about.own_tokens, degree, about.window_size, about.zigzag)
         shape = (placement, degree, groups.ulysses, about.zigzag, about.batch is not None, about.whole)
         queries = Sharding(about.lengths, about.prefix, about.suffix, *shape)
         keys = Sharding(about.lengths_k, about.key_ends, about.suffix, *shape)
@@ -297,7 +297,7 @@ def make_plan(
     """The plan, once all ranks of the groups agree on what it is for."""
 
     def make() -> Plan:
-        description = describe(**lengths, exchanging=groups.exchange_degree > 1, **options)
+        description = describe(**lengths, coordinates=groups.exchange_degree, **options)
         return Plan(groups, description, expected)
 
     def told(plan: Plan) -> Mapping[str, object]:

@@ -36,7 +36,7 @@ def _head(plan: Plan) -> Iterator[str]:
     placement = plan.schedule.queries.placement
     whole = sum(owner is not None for owner in placement.owners)
     if whole:
-        how = "others as long balance them"
+        how = "each has about as much"
         if placement.uneven:
             how = f"the cut of {' and '.join(map(str, placement.uneven))} evens out what each has"
         yield f"whole       {whole} of the sequences, each on one coordinate: {how}"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hal_attn.sequence_parallel.blocks import Segment
-from hal_attn.sequence_parallel.spans import Span, Spans, deal, divide, divide_all, give, tokens
+from hal_attn.sequence_parallel.spans import Span, Spans, deal, divide, divide_all, give
 from hal_attn.sequence_parallel.whole import Placement
 
 
@@ -138,6 +138,15 @@ class Sharding:
 
     def local(self, ring: int, ulysses: int) -> Rows:
         """What a rank holds before: its share of these."""
+        if (ring, ulysses) not in self._locals:
+            self._locals[ring, ulysses] = self._local(ring, ulysses)
+        return self._locals[ring, ulysses]
+
+    @cached_property
+    def _locals(self) -> dict[tuple[int, int], Rows]:
+        return {}
+
+    def _local(self, ring: int, ulysses: int) -> Rows:
         if self.as_one:
             return self._rows(self._runs[ring][ulysses])
         shares = [divide(s[ring], self.ulysses, self._turn(index))[ulysses] for index, s in enumerate(self._dealt)]
@@ -147,10 +156,6 @@ class Sharding:
     def _runs(self) -> list[list[list[Spans]]]:
         """`[ring coordinate][rank of its heads][sequence]` -> own spans, of each coordinate's tokens as one run."""
         return [divide_all([sequence[ring] for sequence in self._dealt], self.ulysses) for ring in range(self.ring)]
-
-    def loads(self) -> list[int]:
-        """Own tokens of each ring coordinate, over all sequences."""
-        return [sum(tokens(sequence[ring]) for sequence in self._dealt) for ring in range(self.ring)]
 
     def _turn(self, sequence: int) -> int:
         return 0 if self.alike else sequence

@@ -21,23 +21,23 @@ coordinate 1              4128 between                      2048   1024   512   
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heapreplace
 from itertools import accumulate
 from typing import NamedTuple
 
-from hal_attn.sequence_parallel.spans import Span, Spans, nest
-from hal_attn.sequence_parallel.work import visible_pairs
+from hal_attn.sequence_parallel.spans import Span, Spans, deal, nest, tokens
+from hal_attn.sequence_parallel.work import visible_pairs, visible_to
 
 # Own lengths that differ by at most one part in so many are about the same, and so are sums of them. Of sequences that
 # are about as long a coordinate has as much more of one at most, since the next ones even it out; of work, which grows
 # with queries times keys, twice that part.
 _NEAR = 64
-# Sequences that are tried to be cut before all are; of 16 lengths at random, one to three are on 2 to 4 coordinates.
-_MOST_CUT = 8
-# Sequences that are tried as the second one to be cut unevenly.
-_MOST_TRIED = 32
+# So many sequences are tried to be cut before all are; so many are tried as the second one that is cut unevenly, and so
+# many placed for that.
+_MOST_CUT, _MOST_TRIED, _MOST_PLACED = 512, 16, 1024
 
 
 class Tokens(NamedTuple):
@@ -56,19 +56,31 @@ class Placement(NamedTuple):
     uneven: Mapping[int, tuple[Spans, ...]]
 
 
-def placed(sequences: Sequence[Tokens], coordinates: int, band: tuple[int, int]) -> Placement:
-    """Where each sequence lies; `band` is (left, right), -1 unlimited."""
+def placed(sequences: Sequence[Tokens], coordinates: int, band: tuple[int, int], zigzag: bool) -> Placement:
+    """Where each sequence lies; `band` is (left, right), -1 unlimited, and `zigzag` how they are cut in like parts."""
     even = owners(sequences, coordinates)
-    rest = [index for index, owner in enumerate(even) if owner is None and max(sequences[index][:2])]
-    if coordinates == 1 or not rest or any(any(sequences[index].ends) for index in rest):
+    rest = [
+        index
+        for index, owner in enumerate(even)
+        if owner is None and max(sequences[index][:2]) and not any(sequences[index].ends)
+    ]
+    if coordinates == 1 or not rest:
         return Placement(even, {})
     rest.sort(key=lambda index: (-sequences[index].queries, -sequences[index].keys, index))
-    batch = _Batch(sequences, even, band, coordinates)
-    for cut in range(min(len(rest), _MOST_CUT + 1)):
-        found = batch.evened(rest, cut) or batch.placement(rest[cut:], {})
-        if found is not None:
-            return found
+    batch = _Batch(sequences, even, tuple(rest), band, coordinates, zigzag)
+    for cut in _cuts(len(rest)):
+        for found in batch.tried(cut):
+            if found is not None:
+                return found
     return Placement(even, {})
+
+
+def _cuts(sequences: int) -> Iterator[int]:
+    """How many are tried to be cut: each number at first, then in growing steps; one at least is left."""
+    cut = 0
+    while cut < min(sequences, _MOST_CUT):
+        yield cut
+        cut += 1 if cut < 8 else cut // 2
 
 
 def owners(sequences: Sequence[Tokens], coordinates: int) -> tuple[int | None, ...]:
@@ -106,17 +118,22 @@ class _Load(NamedTuple):
     pairs: int = 0
 
     def __add__(self, other: _Load) -> _Load:  # type: ignore[override]
-        return _Load(*map(sum, zip(self, other, strict=True)))
+        return _Load(self.queries + other.queries, self.keys + other.keys, self.pairs + other.pairs)
+
+    def __sub__(self, other: _Load) -> _Load:
+        return _Load(self.queries - other.queries, self.keys - other.keys, self.pairs - other.pairs)
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Sequences of which `even` says who owns some, and what is tried with the others."""
+    """Sequences of which `even` says who owns some, and what is tried with `rest`, the longest first."""
 
     sequences: Sequence[Tokens]
     even: Sequence[int | None]
+    rest: Sequence[int]
     band: tuple[int, int]
     count: int
+    zigzag: bool
 
     @cached_property
     def loads(self) -> tuple[_Load, ...]:
@@ -124,38 +141,69 @@ class _Batch:
         return tuple(_Load(q, k, visible_pairs(q, k, *self.band)) for q, k, _ in self.sequences)
 
     @cached_property
+    def total(self) -> _Load:
+        """Of all sequences."""
+        return _Load(*map(sum, zip(*self.loads, strict=True)))
+
+    @cached_property
     def _begun(self) -> tuple[_Load, ...]:
-        """Of each coordinate, what it owns in any case."""
-        found = [_Load()] * self.count
-        for load, owner in zip(self.loads, self.even, strict=True):
+        """Of each coordinate, what it has in any case."""
+        found, rest = [_Load()] * self.count, set(self.rest)
+        for index, owner in enumerate(self.even):
             if owner is not None:
-                found[owner] += load
+                found[owner] += self.loads[index]
+            elif index not in rest:
+                found = [load + part for load, part in zip(found, self._dealt(index), strict=True)]
         return tuple(found)
 
-    def whole(self, more: Sequence[int]) -> tuple[list[int | None], list[_Load]]:
-        """The owners with `more` sequences whole, and what each coordinate has then."""
-        found, loads = list(self.even), list(self._begun)
+    def _dealt(self, index: int) -> list[_Load]:
+        """Of each coordinate, what it has of a sequence that is cut in like parts."""
+        queries, keys, _ = self.sequences[index]
+        sides = [deal(0, length, self.count, index, self.zigzag) for length in (queries, keys)]
+        return [
+            _Load(tokens(own), tokens(own_k), sum(visible_to(*span, queries, keys, *self.band) for span in own))
+            for own, own_k in zip(sides[0], sides[1], strict=True)
+        ]
+
+    def _cut(self, count: int) -> list[_Load]:
+        """Of each coordinate, what it has in any case and of the first `count` of the rest, cut in like parts."""
+        for index in self.rest[len(self._parts) - 1 : count]:
+            added = zip(self._parts[-1], self._dealt(index), strict=True)
+            self._parts.append([load + part for load, part in added])
+        return self._parts[count]
+
+    @cached_property
+    def _parts(self) -> list[list[_Load]]:
+        return [list(self._begun)]
+
+    def whole(self, loads: Sequence[_Load], more: Sequence[int]) -> tuple[list[int | None], list[_Load]]:
+        """The owners with `more` of the rest whole, beside what each coordinate has, and what it has then."""
+        found, heap = list(self.even), [(load, coordinate) for coordinate, load in enumerate(loads)]
+        heapify(heap)
         for index in more:
-            lightest = min(range(self.count), key=lambda coordinate: loads[coordinate])
+            load, lightest = heap[0]
             found[index] = lightest
-            loads[lightest] += self.loads[index]
-        return found, loads
+            heapreplace(heap, (load + self.loads[index], lightest))
+        return found, [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
 
-    def evened(self, rest: Sequence[int], cut: int) -> Placement | None:
-        """`cut` of `rest` cut, some of them so that they even out the others; None where that cannot be."""
-        if self.band == (-1, -1):
-            # The second one: any but those that are longer and cut in like parts.
-            pairs = [(rest[0], other) for other in rest[max(1, cut - 1) :][:_MOST_TRIED]] if cut > 1 else []
-            tried = ([index for index in rest[cut - 1 :] if index != pair[1]] for pair in pairs)
-            found = (self._evened(more, pair) for more, pair in zip(tried, pairs, strict=True))
-            return next((placement for placement in found if placement is not None), None)
-        return self._evened(rest[cut:], rest[:1]) if cut else None
+    def tried(self, cut: int) -> Iterator[Placement | None]:
+        """With so many of the rest cut, some of them so that they even out the others; last with all in like parts."""
+        rest, longest = self.rest, self.rest[0]
+        if self.band == (-1, -1) and cut > 1 and self._square(longest):
+            # The second one is any of those that are not longer than what is cut in like parts.
+            few = max(1, min(_MOST_TRIED, _MOST_PLACED // len(rest)))
+            for other in rest[cut - 1 :][:few]:
+                if self._square(other):
+                    more = [index for index in rest[cut - 1 :] if index != other]
+                    yield self._evened((longest, other), cut - 1, more)
+        elif self.band != (-1, -1) and cut and self._square(longest):
+            yield self._evened((longest,), cut, rest[cut:])
+        yield self._placement(*self.whole(self._cut(cut), rest[cut:]), {})
 
-    def _evened(self, more: Sequence[int], uneven: Sequence[int]) -> Placement | None:
-        """With `more` whole."""
-        if any(self.sequences[index].queries != self.sequences[index].keys for index in uneven):
-            return None
-        _, loads = self.whole(more)
+    def _evened(self, uneven: tuple[int, ...], cut: int, more: Sequence[int]) -> Placement | None:
+        """With the first `cut` of the rest cut, but for the longest in like parts."""
+        longest = zip(self._cut(cut), self._cut(1), self._cut(0), strict=True)
+        found, loads = self.whole([load - (with_it - without) for load, with_it, without in longest], more)
         lengths = [self.sequences[index].queries for index in uneven]
         if len(lengths) == 2:
             spans = _of_two(lengths[0], lengths[1], loads)
@@ -163,31 +211,35 @@ class _Batch:
             spans = _of_causal(lengths[0], loads)
         else:
             spans = _in_turn(_queries(lengths[0], loads))
-        return None if spans is None else self.placement(more, dict(zip(uneven, spans, strict=True)))
+        return None if spans is None else self._placement(found, loads, dict(zip(uneven, spans, strict=True)))
 
-    def placement(self, more: Sequence[int], uneven: Mapping[int, tuple[Spans, ...]]) -> Placement | None:
-        """With `more` whole and some cut unevenly; None where the coordinates would not have nearly as much."""
-        found, loads = self.whole(more)
-        longest = 0
+    def _square(self, index: int) -> bool:
+        queries, keys, _ = self.sequences[index]
+        return queries == keys
+
+    def _placement(
+        self, found: list[int | None], loads: Sequence[_Load], uneven: Mapping[int, tuple[Spans, ...]]
+    ) -> Placement | None:
+        """With some cut unevenly, which `loads` has not; None where the coordinates would not have nearly as much."""
+        loads, owned, parted = list(loads), list(found), {}
+        reach = 0
         for index, parts in uneven.items():
-            longest = max(longest, self.sequences[index].queries)
+            length = self.sequences[index].queries
+            reach = max(reach, length if min(self.band) < 0 else min(length, sum(self.band) + 1))
             for coordinate, span in ((coordinate, span) for coordinate, spans in enumerate(parts) for span in spans):
-                loads[coordinate] += self._of_span(self.sequences[index].queries, span)
-        # What is cut unevenly is cut between tokens, so that two edges may be half a token off.
-        slack = _Load(1, 1, 4 * longest) if uneven else _Load()
-        total = sum(self.loads, _Load())
-        for side, most, off in zip(zip(*loads, strict=True), total, slack, strict=True):
+                pairs = visible_to(*span, length, length, *self.band)
+                loads[coordinate] += _Load(span.length, span.length, pairs)
+            whose = [coordinate for coordinate, spans in enumerate(parts) if spans]
+            if len(whose) == 1:
+                owned[index] = whose[0]
+            else:
+                parted[index] = parts
+        # What is cut unevenly is cut between tokens: two edges may each be half a token off.
+        slack = _Load(1, 1, 2 * reach) if uneven else _Load()
+        for side, most, off in zip(zip(*loads, strict=True), self.total, slack, strict=True):
             if max(side) - min(side) > max(most / self.count / _NEAR, off):
                 return None
-        return Placement(tuple(found), uneven)
-
-    def _of_span(self, length: int, span: Span) -> _Load:
-        """Of some queries of a sequence of as many keys as queries."""
-        left, right = self.band
-        keys = length if right < 0 else min(length, span.stop + right)
-        # The band of the rectangle of these queries and the keys up to the last that they see.
-        edges = (-1 if left < 0 else left + keys - span.stop, -1 if right < 0 else right + span.stop - keys)
-        return _Load(span.length, span.length, visible_pairs(span.length, keys, *edges))
+        return Placement(tuple(owned), parted)
 
 
 def _of_causal(length: int, loads: Sequence[_Load]) -> tuple[tuple[Spans, ...], ...] | None:

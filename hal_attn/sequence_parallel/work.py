@@ -153,6 +153,17 @@ def visible_pairs(queries: int, keys: int, left: int, right: int) -> int:
     return total
 
 
+def visible_to(first: int, last: int, queries: int, keys: int, left: int, right: int) -> int:
+    """Those of the queries `first` to `last` of `queries`, in the same band."""
+    shift = keys - queries
+    seen = keys if right < 0 else min(keys, last + shift + right)
+    if last <= first or seen <= 0:
+        return 0
+    # The band of the rectangle of these queries and the keys up to the last that they see.
+    edges = (-1 if left < 0 else left + seen - last - shift, -1 if right < 0 else right + last + shift - seen)
+    return visible_pairs(last - first, seen, *edges)
+
+
 def _staircase(queries: int, keys: int, edge: int) -> int:
     """`sum(min(max(i - edge, 0), keys) for i in range(queries))`: the pairs beyond one edge of a band."""
     rising = range(max(0, edge), min(queries, edge + keys))

@@ -19,8 +19,8 @@ def all_degrees(world):
 @st.composite
 def cases(draw, world, dtypes=(torch.float32, torch.float32, torch.float32, torch.bfloat16)):
     dense = draw(st.sampled_from([False, False, True]))
-    count = draw(st.integers(1, 4))
-    lengths = draw(st.lists(st.integers(0, 14), min_size=1 if dense else count, max_size=1 if dense else count))
+    count, longest = draw(st.sampled_from([1, 2, 3, 4, 4, 7])), draw(st.sampled_from([14, 14, 40]))
+    lengths = draw(st.lists(st.integers(0, longest), min_size=1 if dense else count, max_size=1 if dense else count))
     alone = draw(st.sampled_from([False, False, True]))
     ends = [(0, 0) if alone else draw(replicated(length)) for length in lengths]
     firsts = draw(st.sampled_from([[0] * len(lengths), None])) or [draw(st.integers(0, 3)) for _ in lengths]
