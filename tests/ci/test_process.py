@@ -19,7 +19,7 @@ def run(log, code, minutes=1.0):
 def test_output_goes_to_the_end_of_the_log(tmp_path):
     log = tmp_path / "logs" / "a.log"
     assert run(log, "print('one')").ok
-    done = run(log, "import sys; print('two'); print('three', file=sys.stderr)")
+    done = run(log, "import sys; print('two', flush=True); print('three', file=sys.stderr)")
     assert done.ok
     assert done.tail.split() == ["two", "three"]
     assert log.read_text().count("\n$ ") == 1
