@@ -101,7 +101,8 @@ def lines(problem: Problem, modes: list[Mode], backend: str) -> None:
     """Print a line for one GPU, and one for each mode."""
     device, first = torch.device("cuda", 0), dist.get_rank() == 0
     tensors = problem.tensors(device)
-    alone = min(times.layer for times in in_turn(lambda: whole(problem, backend)(*tensors[:3])))
+    attend = whole(problem, backend)
+    alone = min(times.layer for times in in_turn(lambda: attend(*tensors[:3])))
     if first:
         print(f"\n{problem.describe()}\n  {'one GPU':18s} {alone:8.3f} ms")
     for mode in modes:
