@@ -95,9 +95,14 @@ def _rectangle(query: Segment, key: Segment, band: Band) -> Block | None:
 def _canonical(block: Block) -> Block:
     """An edge that hides nothing becomes -1, so that blocks with the same work share a call."""
     queries, keys = (sum(count for _, count in runs) for runs in (block.queries, block.keys))
-    causal, window = canonical_band(False, (block.left, block.right), queries, keys)
-    left, right = window or (-1, 0 if causal else -1)
+    left, right = without_idle_edges(block.left, block.right, queries, keys)
     return block._replace(left=left, right=right)
+
+
+def without_idle_edges(left: int, right: int, queries: int, keys: int) -> tuple[int, int]:
+    """A band with -1 for an edge that hides nothing where there are so many queries and keys at most."""
+    causal, window = canonical_band(False, (left, right), queries, keys)
+    return window or (-1, 0 if causal else -1)
 
 
 def _is_triangle(queries: Sequence[Segment], keys: Sequence[Segment], band: Band) -> bool:

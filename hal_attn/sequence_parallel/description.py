@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hal_attn.errors import InvalidAttentionInputError
-from hal_attn.sequence_parallel.blocks import Band
+from hal_attn.sequence_parallel.blocks import Band, without_idle_edges
 from hal_attn.sequence_parallel.spans import deal
 from hal_attn.sequence_parallel.whole import Tokens
 from hal_attn.sequence_parallel.work import visible_to
@@ -108,20 +108,13 @@ def describe(
     _check_room(own, keys, prefix, suffix, first)
     if masks not in get_args(Masks):
         raise InvalidAttentionInputError("masks", repr(masks), "'whole' or 'sharded'")
-    band = _without_idle_edges(_band(causal, window_size), own, keys)
+    asked = _band(causal, window_size)
+    left, right = without_idle_edges(*asked, max(own, default=0), max(keys, default=0))
+    # Causal stays causal, even of single queries.
+    band = (left, right if asked[1] else 0)
     zigzag, why = _layout(layout, coordinates, band, list(zip(own, keys, strict=True)))
     whole = layout == "auto" and batch is None
     return Description(own, keys, batch, band, zigzag, why, whole, prefix, suffix, first, masks)
-
-
-def _without_idle_edges(band: tuple[int, int], lengths: tuple[int, ...], lengths_k: tuple[int, ...]) -> tuple[int, int]:
-    """An edge that hides nothing in any sequence becomes -1, so that a wide window is treated as what it is."""
-    left, right = band
-    if left >= max(lengths_k, default=0) - 1:
-        left = -1
-    if right > 0 and right >= max(lengths, default=0) - 1:
-        right = -1
-    return left, right
 
 
 def _layout(
